@@ -238,8 +238,8 @@ def full() -> Iterator[Case]:
 
 
 def quick() -> Iterator[Case]:
-    """Yield the table's rows at sizes for a CPU, in float32 in place of bfloat16, and small cases
-    for the plots."""
+    """Yield small float32 cases that a CPU can run: one case for each row of the benchmark's table,
+    and a few cases for the plots against the number of tokens and the vocabulary size."""
     seen = set()
     for case in table():
         if case.row not in seen:

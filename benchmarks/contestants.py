@@ -456,8 +456,8 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
 
 
 def _quack_without_semantic_keys() -> None:
-    """Patch QuACK's kernel cache: values of newer compilers, for which QuACK raises TypeError, get
-    a key made from their type's name."""
+    """Patch the function that makes QuACK's kernel-cache keys: where it raises TypeError for a
+    value of an unknown type, the key becomes the name of the type."""
     from quack.gemm_runtime import identity
 
     inner = identity.semantic_value_key

@@ -6,12 +6,12 @@ Transformers' own loss.
     python3 benchmarks/pairs.py --quick --device cpu
 
 A step is the forward and the backward pass of a model of `step_cases`. The model with headloss and
-the stock model have separate weights, and both get `num_items_in_batch`, as under `Trainer`. The
-two implementations alternate in `PAIRS` pairs of steps. A row of the results has the median time
-of each implementation, and the median and quartiles of headloss's time divided by the stock
-model's time over the pairs of steps. In rows named "host", a call of headloss's head alone is
-compared with eager PyTorch's cross-entropy, by the time until the call returns on the CPU, without
-waiting for the GPU.
+the stock model have separate weights, and both get `num_items_in_batch`, as under `Trainer`. Steps
+with headloss and steps with Transformers' own loss are timed alternately, `PAIRS` steps of each. A
+row of the results has the median time of each implementation, and the median and quartiles of
+headloss's time divided by the stock model's time over the pairs of steps. In rows named "host", a
+call of headloss's head alone is compared with eager PyTorch's cross-entropy, by the time until the
+call returns on the CPU, without waiting for the GPU.
 """
 
 from __future__ import annotations

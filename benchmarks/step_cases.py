@@ -197,8 +197,8 @@ def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
     """Return the mean loss of log-probs [B, L - 1].
 
     GRPO's old log-probs equal `logps`, as in a first update. In DPO the reference log-prob of a
-    sequence is the sum of `logps` minus `log_ratios`. DPO's reference log-probs thus have the same
-    rounding error as `logps`, as if one head had scored the policy and the reference model.
+    sequence is the sum of `logps` minus `log_ratios`, so that reference log-probs contain the
+    rounding error of the policy's log-probs, as if both came from one implementation of the head.
     """
     if work == "SFT":
         return -logps.mean()

@@ -89,10 +89,10 @@ class Verifier:
 def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor:
     """Return the draft's states [B, T, S, H] for each row and unrolled step.
 
-    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. The draft that
-    starts from row i stores its state of unrolled step s in row i + 1 + s, the row of the last
-    token that it has read. The state of row r at unrolled step s is zero if no draft starts from
-    row r - 1 - s.
+    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. In unrolled
+    step s, the draft that starts from row i reads the token of row i + 1 + s, and stores its new
+    state in row i + 1 + s of the result. The state of row r at unrolled step s is zero if no draft
+    starts from row r - 1 - s.
     """
     count, past, drafted = layers.shape[1] - steps, Past(), []
     hidden = draft.fuse(layers[:, :count])

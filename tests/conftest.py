@@ -21,7 +21,8 @@ if platform.machine() in ("x86_64", "AMD64"):
 import torch
 
 torch.set_num_threads(1)
-if not torch.cuda.is_available():  # before Triton is imported: its kernels then run on a CPU
+if not torch.cuda.is_available():
+    # Let Triton interpret its kernels on the CPU. Triton reads this variable when it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # keep Python's garbage collector off during the imports; `overhead.freeze` turns it on

@@ -142,8 +142,8 @@ def test_a_bad_target_is_named_before_logits_are_overwritten(inplace):
 @pytest.mark.parametrize("support", [None, torch.tensor([[3, 8, 2]]).expand(3, 3)])
 @pytest.mark.parametrize("targets", [[3, 8, 2], [3, -100, 2]])
 def test_a_batch_is_freed_with_its_last_name(targets, support):
-    """A batch is freed with its last name, without garbage collection, even while the loss is
-    alive."""
+    """Deleting the caller's last reference to a batch frees the batch without a run of the garbage
+    collector, even while the loss is alive."""
     hidden, head = torch.randn(3, 4, requires_grad=True), hl.Head(torch.randn(V, 4))
     gc.disable()
     try:

@@ -96,8 +96,8 @@ def test_each_call_has_its_own_number_of_tokens() -> None:
 
 
 def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the benchmark with changing sizes, the accuracy check covers both token counts, and a
-    timed run uses each token count once."""
+    """In the benchmark in which each call has a different number of tokens, the accuracy check
+    makes calls with two numbers of tokens, and no two timed calls have equal numbers of tokens."""
     seen: list[int] = []
 
     def make(work: works.Work, setting: works.Setting) -> contestants.Run:

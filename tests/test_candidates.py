@@ -89,8 +89,8 @@ def test_chosen_gradient(which, name, ordered):
     target = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
     backward = Backward(targets, first, transform, normalizer, c, target)
     base = twins.logit_gradient_(raw.clone(), backward)
-    # Expected: autograd through the logit transform, from the derivatives with respect to the
-    # chosen logits.
+    # The expected gradient: autograd carries the derivatives with respect to the candidates'
+    # transformed logits back to the raw logits.
     leaf = raw.clone().requires_grad_()
     picked = transform_of(transform, leaf).gather(1, torch.where(here, columns, 0))
     (extra,) = torch.autograd.grad((picked * torch.where(here, slopes, 0)).sum(), leaf)

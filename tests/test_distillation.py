@@ -253,8 +253,8 @@ def test_logits_of_student_and_teacher_are_never_materialised(form, schedule):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ruled_out_tokens(setting, kind):
-    """A teacher logit of -inf means probability 0; where the student's is positive, the teacher's
-    log-prob counts as -10000."""
+    """A teacher logit of -inf means a teacher probability of 0; the loss uses a teacher log-prob of
+    -10000 in place of -inf."""
     logits = setting.teacher_logits()
     logits[:, ::3] = -math.inf
     log_q = logits.log_softmax(-1).clamp_min(-1e4)

@@ -342,8 +342,8 @@ def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("acts", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize("shift", [4.0, 16.0, 32.0, 60.0])
 def test_a_small_acceptance_keeps_its_digits(acts, shift):
-    """A small acceptance probability is accurate although draft and verifier prefer different
-    halves of the vocabulary by a factor of exp(shift)."""
+    """A small acceptance probability is accurate although the draft gives odd ids about exp(shift)
+    times the probability of even ids, and the verifier does the reverse."""
     columns = 3000
     sign = torch.where(torch.arange(columns) % 2 > 0, 0.5, -0.5) * shift
     raw, raw_teacher = torch.randn(3, columns) + sign, torch.randn(3, columns) - sign

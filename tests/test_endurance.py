@@ -32,8 +32,8 @@ def records(seeds: list[int]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_calls_in_two_threads_are_equal_to_calls_in_a_row(count: int) -> None:
-    """Random valid and invalid calls give the same bits in a row and in two concurrent threads with
-    different orders."""
+    """Random valid and invalid calls made one after another give the same bits as in two concurrent
+    threads, which make the calls in different orders."""
     seeds = list(range(200_000, 200_000 + count // 2))
     found: dict[int, Any] = {}
 

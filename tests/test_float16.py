@@ -161,8 +161,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
 @pytest.mark.parametrize(("far", "digits"), [(1e-5, 0.1), (1e-4, 0.01), (3e4, 1e-3)])
 def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
-    """In float16, advantages far from 1 lose the accuracy that docs/limits.md states, while the
-    same factor as the coefficient of a term loses none."""
+    """In float16, advantages far from 1 make gradients less accurate, within the limits stated in
+    docs/limits.md. Multiplying a term by a number far from 1 costs no accuracy."""
     hidden, weight, targets = trained_looking(64, 16, 97, torch.float16)
     weight.requires_grad_(schedule != "frozen")
     gradients = {}

@@ -57,7 +57,8 @@ def test_more_random_calls(first: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("first", range(20_000, 20_500, BLOCK))
 def test_random_calls_on_a_gpu(first: int) -> None:
-    """Random calls on a GPU use the GPU's backend and larger sizes, and some are captured."""
+    """Random calls on a GPU use the GPU's backend and larger sizes, and some of the calls run in a
+    replayed CUDA graph."""
     kinds = check(first, BLOCK, device="cuda")
     assert kinds["served"] > BLOCK / 2, kinds
 

@@ -154,8 +154,8 @@ def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
 
 @pytest.mark.parametrize("far", [800.0, math.inf])
 def test_rlsd_shaped_never_turns_a_sign(far: float) -> None:
-    """`rlsd_shaped` never changes a sign: for any teacher the factor is within its bounds, and 0
-    stays 0."""
+    """`rlsd_shaped` multiplies each advantage by a finite positive number, even for extreme teacher
+    log-probs, so that the advantage's sign stays, and an advantage of 0 stays 0."""
     case = problem()
     case.fields["teacher_logps"] = case.fields["teacher_logps"].clone()
     case.fields["teacher_logps"][::3] = -far

@@ -100,8 +100,8 @@ WRONG: dict[str, tuple[type, Any, str]] = {
     "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
     "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
     "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
-    # A term is first tried on a sample batch of two tokens: returning two values passes there, but
-    # two values are too few for the batch of six tokens.
+    # headloss first tries a term on a sample batch of two tokens, and accepts two returned values.
+    # For the caller's batch of six tokens, two returned values are too few.
     "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
     "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
 }

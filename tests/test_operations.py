@@ -43,7 +43,8 @@ STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
 def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward with accumulated gradients stay within the allowed number of operations.
 
-    Kernels and large matmuls are not counted, and only the loss of the result is read.
+    Kernels and large matmuls are not counted. The step reads `loss` of the returned `Output`, and
+    no metrics.
     """
     (make, objective, most), generator = STEPS[step], torch.Generator().manual_seed(0)
     # Small calls on a CPU skip no rows without a gradient. Raise the threshold `CPU_SKIP_WORTH`, so

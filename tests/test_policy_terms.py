@@ -169,8 +169,8 @@ def test_gspo_token_with_one_advantage_per_sequence_is_gspo(epsilons) -> None:
 
 
 def test_on_policy_every_gradient_is_reinforce() -> None:
-    """On policy every surrogate has REINFORCE's gradient, the advantage; SAPO's sigmoid has
-    derivative 1 at ratio 1."""
+    """On policy, where all policy ratios are 1, the gradient of every policy term equals the
+    gradient of REINFORCE."""
     case = make(per_token=False)
     case = case.with_fields(
         old_logps=case.logp.detach().clone(), sampling_logps=case.logp.detach().clone()

@@ -175,9 +175,9 @@ def test_tokens_are_those_of_the_code() -> None:
 
 
 def test_hidden_states_take_a_short_way() -> None:
-    """A GRPO call hands hidden states from file to file at most 16 times, of which at most twice
-    back to a file that imports the calling file; tensors computed from hidden states have higher
-    limits."""
+    """A GRPO call passes hidden states from one source file to another at most 16 times, and at
+    most twice from a file to a file that imports it. Tensors computed from hidden states may pass
+    between files up to 34 times."""
     from stays import climbs, stays
 
     for derived, most, most_climbs in ((False, 16, 2), (True, 34, 7)):

@@ -269,7 +269,8 @@ def test_real_of_groups_on_one_side(sign: float) -> None:
     """Groups of only right or only wrong answers (0 is wrong) have no loss and no gradient."""
     step = Step()
     step.advantages = torch.full((6,), sign, dtype=torch.float64)
-    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the only answer to prompt 3 has no tokens
+    # The prompt with id 3 has one answer, which has no tokens.
+    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])
     value, *gradients = step.run(hl.real())
     assert value == 0 and not any(gradient.any() for gradient in gradients)
 
@@ -301,9 +302,9 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # A sequence's log-ratio divided by tau = 0.5 is 2 (-log 3 - old), so that it is low for old
-        # = far, and high for old = -far. The right answer (advantage 1) has the low log-ratio in
-        # the first group, and the high log-ratio in the second group.
+        # With tau = 0.5, the score of an answer is its log-ratio / tau = 2 (-log 3 - old_logp).
+        # Prompt 0's right answer (advantage 1) has old_logp = far, thus a low score. Prompt 1's
+        # right answer has old_logp = -far, thus a high score.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 

@@ -41,12 +41,13 @@ SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """N positions in S segments, some unscored, with every field."""
+    """N positions in S segments, some unscored, with every field: `hidden` [N, H], `weight` [V, H],
+    `targets` [N]."""
 
     lengths: tuple[int, ...]
-    hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H]
-    targets: Tensor  # [N]
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
     per_token: dict[str, Tensor]
     per_segment: dict[str, Tensor]
     objective: hl.Objective

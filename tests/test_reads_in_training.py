@@ -1,4 +1,5 @@
-"""During training, the inputs that terms read are found in the first step, and never again."""
+"""In training, headloss finds out in the first step which inputs a term reads, and all later steps
+use the stored result."""
 
 from __future__ import annotations
 

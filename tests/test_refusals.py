@@ -70,8 +70,8 @@ NAMES = ("index", "wide", "stats", "on", "live", "slice", "get", "fields", "tota
 
 
 def reads_what_was_given(name: str) -> None:
-    """Check that a batch field of this name raises an error with the name, or is read correctly by
-    a term."""
+    """Check that a batch with a field called `name` raises an error that contains `name`, or that a
+    term reads the field's values correctly."""
     values = torch.linspace(1.0, 2.0, N)
     data, error = made(lambda: batch(**{name: values}))
     if data is None:

@@ -39,7 +39,7 @@ def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
     at = torch.rand(N, k, generator=generator).argsort(1)  # random order
     ids, logps = ids.gather(1, at), logps.gather(1, at)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # An unused entry may hold NaN.
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # unused entries of `candidate_ids`
         ids[6], logps[6] = -5, 0.0  # A token without candidates.
         logps[8, 0] = -math.inf  # A candidate with sampler probability 0.
     case.fields |= {

@@ -1,4 +1,4 @@
-"""Closed-form derivatives of terms (slopes), known before the statistics, equal autograd's."""
+"""Closed-form derivatives of terms with respect to the statistics of a token equal autograd's."""
 
 from __future__ import annotations
 

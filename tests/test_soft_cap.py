@@ -55,7 +55,7 @@ def exact_operands(between: tuple[int, int], transform: Transform):
 
 
 def z_of(raw: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """Transform raw logits by plain torch."""
+    """Return raw logits after scale, soft cap and temperature, computed by plain torch."""
     t, cap = transform.temperature, transform.softcap
     z = cap * torch.tanh(raw * transform.scale / cap)
     return z / (t.unsqueeze(1).to(z.dtype) if isinstance(t, torch.Tensor) else t)

@@ -28,7 +28,7 @@ def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
     z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)
     logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # An unused entry may hold NaN.
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # unused entries of `ids`
         ids[6], logps[6] = -5, 0.0  # Token 6 has no stored teacher ids.
     case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     return case

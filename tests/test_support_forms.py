@@ -19,7 +19,8 @@ INF = float("inf")
 
 
 def lists_of(support: Tensor) -> list[list[int]]:
-    """Return the ids of each token of [.., K]."""
+    """Return a list of each token's ids, from the tensor `support` [.., K] padded with negative
+    numbers."""
     return [[i for i in row if i >= 0] for row in support.flatten(0, -2).tolist()]
 
 

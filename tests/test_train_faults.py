@@ -141,7 +141,8 @@ def test_weights_that_explode(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
 
 
 def test_a_gradient_that_is_infinite(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """An infinite gradient stops the run with a finite loss and unchanged weights."""
+    """If a gradient becomes infinite, training stops before the weights change, although the loss
+    is finite."""
     monkeypatch.chdir(tmp_path)
     real, calls = Accelerator.backward, []
 

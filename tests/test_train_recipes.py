@@ -143,7 +143,7 @@ def test_settings(
     from headloss.train import trainers
 
     monkeypatch.chdir(tmp_path)
-    # The test does not depend on installed reporters such as wandb or tensorboard.
+    # Hide installed reporters such as wandb or tensorboard, which would change the printed text.
     monkeypatch.setattr(trainers, "get_available_reporting_integrations", list)
     assert said(capsys, name, *overrides).startswith(wanted)
     assert not list(tmp_path.iterdir())

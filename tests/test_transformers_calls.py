@@ -274,7 +274,7 @@ def test_rows_of_torchtitan() -> None:
         ([0, 2, 5, 6], None, [0, 0, 1, 1, 1, 2]),
         ([0, 2, 6, 6, 6], None, [0, 0, 1, 1, 1, 1]),
         ([0, 2, 2, 6], None, [0, 0, 1, 1, 1, 1]),
-        # padded ends: the third document has no tokens
+        # The third document is two positions of padding without tokens.
         ([0, 1, 3, 3], [0, 2, 4, 6], [0, 0, 1, 1, 2, 2]),
     ],
 )

@@ -1,6 +1,6 @@
 """Distillation in Triton agrees with the float64 reference (interpreted on a CPU).
 
-n tokens, v columns of a tile, V vocabulary, K stored outcomes.
+n tokens, v columns of a tile of logits, V vocabulary size, K teacher ids per token.
 """
 
 from __future__ import annotations

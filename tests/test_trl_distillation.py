@@ -208,8 +208,8 @@ def test_clipped_weight_of_self_distillation(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_importance_weighted_on_policy_distillation(shape: str) -> None:
-    """Importance-weighted on-policy distillation agrees, with advantages from teacher and rollout
-    as data."""
+    """`reinforce` agrees with TRL's importance-weighted on-policy distillation, with advantages
+    computed from the log-probs of teacher and rollout."""
     step = Step(shape)
     teacher = step.sampled(step.teacher_logits)
     trainer = SimpleNamespace(

@@ -378,9 +378,9 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("name", ["teacher_topk", "candidate"])
 def test_logits_in_the_place_of_probabilities(name: str) -> None:
-    """Teacher or candidate probabilities that sum to more than 1.01 at a scored token raise, and
-    log-probs in the place of probabilities; unused entries and unscored positions may hold
-    anything."""
+    """Teacher or candidate probabilities that sum to more than 1.01 at a scored token raise an
+    error, as do log-probs in the place of probabilities. Unused entries and unscored positions may
+    hold anything."""
     fields = {"teacher_topk": "teacher_topk_logps", "candidate": "candidate_probs"}
     field, term = fields[name], hl.distillation() if name == "teacher_topk" else CE
     ids = torch.tensor([0, 1, -1]).expand(T, 3)

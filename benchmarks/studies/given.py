@@ -9,9 +9,10 @@ Page: benchmarks/NOTES.md.
 
 For each vocabulary size the study prints the bandwidth of a copy, and the bandwidth of the kernel
 in every launch shape as a fraction of the copy's (best first); a bandwidth is the bytes of one read
-and one write over the time. The study also prints the bandwidth of two kernel launches (statistics,
-then the gradient) in place of one, and the times of whole calls of `logits_loss`, forward and
-backward, with their CPU time. Errors are relative norms over a few rows, against float64.
+and one write over the time. For comparison with the one kernel, the study also prints the bandwidth
+of two kernels that compute first the statistics and then the gradient. The study also times whole
+calls of `logits_loss`, forward and backward, and prints the CPU time of the calls. Errors are
+relative norms over a few rows, against float64.
 """
 
 from __future__ import annotations

@@ -111,9 +111,8 @@ class Clock:
     alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
     def here(self, step: Step, *names: Any) -> dict[str, float]:
-        """Time a step without collectives on rank 0 while all other ranks idle. The time is stored
-        under the key `names`; a later call with equal `names` returns the stored time and measures
-        nothing."""
+        """Time a step without collectives on rank 0 while all other ranks idle. If an earlier call
+        had equal `names`, return the earlier call's time without a new measurement."""
         if names not in self.alone:
             with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
                 found = self.times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
@@ -283,9 +282,9 @@ def two_rows(ranks: Ranks) -> DeviceMesh:
 
 
 def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
-    """Make a GSPO step on a grid of ranks. Each of the two rows of the grid holds half of each
-    sequence, and each rank of a row holds a slice of the vocabulary. As in data parallelism, ranks
-    with equal slices of the vocabulary sum their weight gradients."""
+    """Make a GSPO step on a grid of ranks with two rows: each row of ranks holds half of the tokens
+    of each sequence, and each rank of a row holds a slice of the vocabulary. As in data
+    parallelism, ranks with equal slices of the vocabulary sum their weight gradients."""
     data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
     row_of, column = mesh.get_coordinate() or (0, 0)
     shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()
@@ -395,9 +394,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 
 
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
-    """Return the ideal time over the measured time. With slices of the vocabulary, more ranks
-    divide the computation of a fixed batch. In runs without vocabulary shards, each rank has
-    different tokens."""
+    """Return the ideal time over the measured time. The ideal time with vocabulary shards is the
+    time on one rank divided by the number of shards. The ideal time of runs in which each rank has
+    its own tokens is the time on one rank."""
     shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
     return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 

@@ -81,7 +81,7 @@ def race(call: Call, vendor: Call, repeats: int, device: torch.device) -> dict[s
         torch.cuda.synchronize(device)
         if not turn:
             for stretches in found.values():
-                stretches.clear()  # The first times include compilation.
+                stretches.clear()  # Drop the first turn's times, which include compilation.
     return {name: statistics.median(s.ms for s in stretches) for name, stretches in found.items()}
 
 

@@ -10,8 +10,8 @@ The study has three parts, on one model with predictions like a trained model's.
 `generation` measures the time per generated token (of all rows together), with and without the
 recorder of kept ids.
 
-`step` measures the time of a GRPO step, and its peak memory in excess of weights and gradients. The
-sampler keeps 8, 64 or 1,024 ids per token in the mean. The study compares steps with four kinds of
+`step` measures the time of a GRPO step, and its peak memory in excess of weights and gradients. On
+average, the sampler keeps 8, 64 or 1,024 ids per token. The study compares steps with four kinds of
 log-probs: over the ids that the sampler kept, over the whole vocabulary by headloss and by TRL's
 head, and from masked logits.
 

@@ -47,7 +47,8 @@ class Size:
     batch: int = 128
     steps: int = 1500
     learning_rate: float = 5e-4
-    solved: float = 0.6  # training ends at this share of solved held-out problems
+    # Training ends when the model solves a fraction `solved` of the held-out problems.
+    solved: float = 0.6
 
 
 SMALL = Size(hidden=16, layers=1, heads=2, vocabulary=64, batch=16, steps=3)
@@ -74,7 +75,8 @@ def training_words(seed: int, count: int) -> list[str]:
 
 
 def tokenizer() -> TokenizerFast:
-    """Return a tokenizer with a token for each letter, the arrow, padding and the end."""
+    """Return a tokenizer whose tokens are the letters, the arrow ">" between a word and the word
+    spelled backward, padding, and the end of the text."""
     vocabulary = {token: i for i, token in enumerate([PAD, END, ARROW, *LETTERS])}
     letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     letters.decoder = decoders.Fuse()

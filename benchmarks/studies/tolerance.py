@@ -9,9 +9,9 @@ Page: docs/concepts.md.
 `time` measures GRPO on tokens like a trained model's: 60 % with p(y) > 0.99 (log-uniform 1 - p),
 the remaining tokens with realistic probabilities. Each question has eight answers; the advantages
 of a question with only right or only wrong answers are 0. Calls with a gradient tolerance are
-timed in turn with the three matrix products that a call without a tolerance needs. The errors of
-dX and dW are differences from the gradients with tolerance 0, and are printed next to their bound
-and to the error of rounding a gradient to bfloat16.
+timed in turn with the three matrix products that a call without a tolerance needs. The study prints
+how much the gradients dX and dW differ from the gradients with tolerance 0, an upper bound of this
+difference, and, for comparison, the error from rounding an exact gradient to bfloat16.
 
 `curves` trains a small language model on a CPU until the model has memorised a source file and is
 certain of most tokens. The training runs with different tolerances start from equal weights and

@@ -132,7 +132,7 @@ def pairwise(choices: dict[str, tuple[Any, ...]] = CHOICES, seed: int = 1) -> li
     return sorted(chosen, key=lambda c: [order[f.name][getattr(c, f.name)] for f in fields(c)])
 
 
-ZERO3 = (  # Cases in addition to the pairwise settings; they need DeepSpeed.
+ZERO3 = (  # Cases of DeepSpeed's ZeRO-3, in addition to the cases from `pairwise()`.
     Case(trainer="GSPO", wrapper="zero3", accumulation=2, then="resume"),
     Case(trainer="SFTTrainer", wrapper="zero3", precision="bf16", lora="body, head", tied=True),
 )

@@ -242,7 +242,7 @@ def test_turns(peer, reduction: str, level: Any) -> None:
     leaf = made["logp"].clone().requires_grad_()
     want = value_and_gradient(loss(leaf), leaf)
     term = hl.grpo(epsilon_low=0.1, epsilon_high=0.1, importance_sampling_level=level)
-    filled = hl.Totals(int(mask.sum()), 7)  # 7 turns: the last row of `TURNS` has none
+    filled = hl.Totals(int(mask.sum()), 7)  # 7 of the 8 turns have scored tokens
     logits = torch.stack([leaf, torch.log1p(-leaf.exp())], -1)
     out = hl.logits_loss(logits, by_turns(made).with_fields(), term)
     (gradient,) = torch.autograd.grad(out.loss, leaf)

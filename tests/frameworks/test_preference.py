@@ -1,5 +1,5 @@
-"""Terms agree with OpenRLHF's, AgileRL's and NeMo-RL's losses on pairs and teachers, run from
-source."""
+"""Terms agree with the preference losses and the distillation losses of OpenRLHF, AgileRL and
+NeMo-RL, whose functions are extracted from the source files of these frameworks."""
 
 from __future__ import annotations
 

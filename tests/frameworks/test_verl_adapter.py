@@ -352,7 +352,7 @@ def squared_lse(engines: Engines) -> list[float]:
 
 
 def test_options(tmp_path: Path) -> None:
-    """Options next to `impl_backend` are headloss's options."""
+    """Options that verl's configuration lists next to `impl_backend` are passed to headloss."""
     engine = engine_of(saved(tmp_path), "headloss", options={"schedule": "recompute"})
     want = engine_of(saved(tmp_path), "headloss")
     loss = loss_of("headloss_gspo", entropy_coeff=0.1)

@@ -1,5 +1,5 @@
-"""verl agrees with and without headloss on two gloo ranks: FSDP2, Ulysses, Megatron's
-vocabulary."""
+"""On two gloo ranks, verl with headloss agrees with verl without headloss, under FSDP2, Ulysses
+sequence parallelism and Megatron's vocabulary parallelism."""
 
 from __future__ import annotations
 

@@ -242,7 +242,8 @@ def tiny_of(auto: str, family: str) -> Any:
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_()
         for name, parameter in model.named_parameters():
-            # Query tokens start at 0, where the gradient of their normalisation is huge.
+            # Models initialise learned query embeddings (`query_tokens`) with 0, where a
+            # normalisation layer has a huge gradient.
             if name.endswith("query_tokens"):
                 parameter.normal_()
     return model

@@ -110,8 +110,8 @@ def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
 
 
 def _make_right(call: Call) -> None:
-    """Complete the arguments of a call that one change will make invalid, so that nothing else is
-    wrong."""
+    """Add the fields that a call needs to be valid. One argument is then made invalid, so that the
+    call has exactly one error."""
     shape = call.batch["targets"].shape
     for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "share"):
         call.batch.setdefault(name, torch.full(shape, -1.0))

@@ -4,7 +4,7 @@ a gradient tolerance.
 A random call's recent features are drawn after its older features. So the older features that a
 seed draws stay the same if a recent feature is added here.
 
-N positions, K columns of each, V vocabulary.
+N positions, K ids per position (candidates or allowed ids), V vocabulary size.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
-    """Add recent features of the library to a random call with `count` segments."""
+    """Add policy terms, candidates, `support_ids`, the `held` schedule or a gradient tolerance to a
+    random call with `count` segments."""
     rng = random.Random(f"newer {call.seed}")
     generator = torch.Generator().manual_seed(call.seed + 1)
     if rng.random() < 0.12:

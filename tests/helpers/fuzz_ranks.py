@@ -66,7 +66,7 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
         places = torch.randint(RANKS, (total,), generator=generator)
         segments = hl.Batch(targets, fuzz.segments_of(call)).segments
         if (places.bincount(minlength=RANKS) == segments.count).all():
-            # otherwise a per-segment field [S] could be mistaken for a per-token field
+            # If each rank had S tokens, a per-segment field [S] could pass for a per-token field.
             places[0] = 1 - places[0]
         tokens = (places == rank).nonzero().squeeze(1)
         call.segments = ("ids", (segments.ids.reshape(-1)[tokens], segments.count, group))

@@ -73,8 +73,8 @@ class Followed(TorchDispatchMode):
         return found
 
     def launched(self, *arguments: Any, **_: Any) -> None:
-        """Assume that a kernel writes all memory passed to it, and computes it from all tensors
-        passed to it."""
+        """Treat each tensor that a kernel receives as an output of the kernel, computed from all
+        tensors that the kernel receives."""
         leaves = tree_leaves(arguments)
         numbers = {a for a in leaves if isinstance(a, int)}
         by_address = [t for t in self.alive if t.data_ptr() in numbers]

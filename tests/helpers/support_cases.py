@@ -60,7 +60,8 @@ def candidates(targets: Tensor, support_ids: Tensor, vocabulary: int) -> Tensor:
 
 @hl.term
 def of_candidates(stats, batch):
-    """A term of candidates' log-probs (some -inf), of the remaining probability, and of p^2."""
+    """A term that reads all statistics of candidates: their log-probs (some -inf), the log of the
+    probability outside the candidates, the sum of p^2, and the largest logit."""
     logps = stats.candidate_logps
     inside = torch.where(logps > -torch.inf, logps, 0)
     scores = torch.arange(1, 1 + logps.shape[1], device=logps.device) * 0.1

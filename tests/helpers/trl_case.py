@@ -164,8 +164,8 @@ def assert_same_run(
 ) -> list[dict[str, float]]:
     """Check that losses, common metrics and parameters of two runs agree; return headloss's logs.
 
-    `ties` names metrics that compare two numbers which are equal at the first step, so that
-    rounding decides the result; these are not compared there.
+    `ties` names metrics that are not compared at the first step, such as a count of a > b: a and b
+    are equal at the first step, so that rounding decides the metric.
     """
     before = {n: p.detach().clone() for n, p in theirs.model.named_parameters() if p.requires_grad}
     (want, want_parameters), (got, got_parameters) = train(theirs), train(ours)
