@@ -133,9 +133,9 @@ class Totals:
         """Return the numbers of tokens, segments and prompts, summed over all data-parallel ranks
         of `group` (the default group if None).
 
-        DDP and FSDP2 average gradients over ranks. With gradients="mean", the totals are divided by
-        the number of ranks, so that the averaged gradient equals the gradient of the whole batch.
-        Set gradients="sum" if the training framework sums gradients over ranks.
+        DDP and FSDP2 average gradients over ranks. With gradients="mean", the returned numbers are
+        divided by the number of ranks, so that the averaged gradient equals the gradient of the
+        whole batch. Set gradients="sum" if the training framework sums gradients over ranks.
         """
         if not (isinstance(gradients, str) and gradients in ("mean", "sum")):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')

@@ -1,7 +1,7 @@
 """Segments: the sequence of each token, and sums, means and expansion over sequences.
 
-T tokens, S segments. Tokens are sorted by segment and summed from offset to offset without atomic
-additions, so that two runs and two ranks give the same bits.
+T tokens, S segments. Tokens are sorted by segment; the tokens between two offsets are summed
+without atomic additions, so that two runs and two ranks give the same bits.
 """
 
 from __future__ import annotations

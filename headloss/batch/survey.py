@@ -110,10 +110,10 @@ class Survey:
         most = {1: 2.0, 2: 1.1}.get(probs.itemsize, 1.01)
         probs = probs.float() if most > 1.1 else probs
         probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
-        # Each row of `terms` contains the probabilities of one token, and three ones for each
-        # repeated id. A row of `terms` with a sum above `most` (1 and a margin for rounding) means
-        # a repeated id, or probabilities that sum to more than 1. Absolute values are summed,
-        # because log-probs passed by mistake for probabilities are negative.
+        # Each row of `terms` contains the probabilities of one token; each repeated id adds three
+        # elements of value 1. A row of `terms` with a sum above `most` (1 and a margin for
+        # rounding) means a repeated id, or probabilities that sum to more than 1. Absolute values
+        # are summed, because log-probs passed by mistake for probabilities are negative.
         terms = torch.cat([repeated] * 3 + [probs.masked_fill(ids < 0, 0)], 1)
         return torch.linalg.vector_norm(terms, 1, 1) > most
 

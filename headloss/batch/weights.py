@@ -47,7 +47,7 @@ def token_weights(
     of_tokens: Any = None
     if standard is None or standard.by_length:
         lengths = lengths.to(dtype)
-        # Without a mask, each token's segment has at least one token.
+        # If no token is masked, each token's segment has at least one token.
         if standard is None or scored is not None:
             lengths = lengths.clamp_min(1)
         of_tokens = segments.expand(lengths)

@@ -20,7 +20,7 @@ WIDE = torch.float32, torch.float64
 # For a hidden gradient of more than LARGE = 2^25 elements, cuBLAS picks slower tiles on Hopper
 # GPUs.
 LARGE = 1 << 25
-BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
+BLOCK_ELEMENTS = 1 << 22  # Most elements of a matrix that are converted to a wider dtype at once.
 # Chunks have a multiple of 128 tokens, and blocks a multiple of 128 columns, for fast matmuls.
 GRAIN = 128
 # With a teacher, a block's tokens are split into 8 parts; only one part's logits are in memory at a

@@ -167,9 +167,9 @@ class DenseTeacher:
         return Pair(*sides, measures, places)
 
     def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher's raw logits [M, v], which must not be changed, and each token's row
-        [n] in these logits; None if each token has the row of the same index. The logits are copied
-        if kernels cannot read the caller's tensor, or if the statistics are in float64."""
+        """Return the teacher's raw logits [M, v], which must not be changed, and the index [n] of
+        each token's row in these logits; the index is None if token i has row i. The logits are
+        copied if kernels cannot read the caller's tensor, or if the statistics are in float64."""
         index: Rows = rows
         places = None
         if self.rows is not None:  # Several tokens may have the same teacher row.

@@ -138,7 +138,7 @@ def ratio_figures(
 def clip_figures(
     ratio: Tensor, advantages: Tensor, clip: tuple[float, float], per: Per
 ) -> dict[str, Observed]:
-    """Return the shares of ratios outside `clip` whose gradient the clip removes."""
+    """Return the fractions of importance ratios below and above `clip` without a gradient."""
     low, high = clip
     clip_low = (ratio < low) & (advantages < 0)
     clip_high = (ratio > high) & (advantages > 0)

@@ -1,4 +1,4 @@
-"""Losses of critics and reward models, on a few numbers per token from another head.
+"""Losses of critics and reward models, whose head returns a few numbers per token.
 
 T scored tokens, S segments, C classes. Critics and reward models have no softmax over the
 vocabulary; the losses of critics and reward models are therefore plain functions, not terms of

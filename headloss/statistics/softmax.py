@@ -90,7 +90,7 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
     a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
     # The scale of a slice is exp(largest logit of the slice - largest logit of all slices). The
-    # scale of the slice with the largest logit is set to 1 without subtracting the two logits,
+    # vocabulary slice with the largest logit gets the factor 1 without a subtraction of two logits,
     # because the difference would be NaN if all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()

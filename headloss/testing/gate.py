@@ -124,7 +124,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
 
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one test case on segments of unequal length, with hidden states and weight that predict
-    many targets well; a prompt without targets begins each longer segment."""
+    many targets well; each longer segment begins with a prompt that has no targets."""
     hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
     # Chunks of 64 tokens divide the test's tokens into several chunks; an objective that needs the
