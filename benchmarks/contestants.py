@@ -28,7 +28,7 @@ STATISTICS = ("logp", "lse", "entropy")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The result of a run.
+    """The values and gradients that one call of a benchmarked implementation returns.
 
     Attributes:
         values: results by name: "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T],

@@ -213,7 +213,7 @@ def run_case(
                 part = 0.5 if alone else 1.0  # Small calls get half of the time limit.
                 try:
                     _race(entry, limit, inputs, turns, device, alone, part * seconds)
-                except Exception as failure:  # for example out of memory
+                except Exception as failure:  # such as torch.OutOfMemoryError
                     entry.row |= {"status": "failed", "reason": one_line(failure)}
                     entry.stretches.clear()
     setting = replace(setting, tokens=statistics.median(len(i.targets) for i in inputs))

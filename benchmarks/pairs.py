@@ -80,7 +80,7 @@ def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator
     apply(model)
     compiled = torch.compile(model), torch.compile(stock)
     for rows in (1, 4):
-        torch.compiler.reset()  # Every batch has different shapes.
+        torch.compiler.reset()  # Compile anew for each number of rows.
         step = steps_of(stock, rows, setting, device)
         ours, theirs = map(step, compiled)
         with warnings.catch_warnings(record=True) as caught:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCALING = 2.0  # scale of an adapter's output
+SCALING = 2.0  # Low-rank adapters multiply their output by `SCALING`.
 
 
 def plain_logits(

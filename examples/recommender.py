@@ -68,7 +68,7 @@ def train(kind, clicks, held_out, steps, every):
         some = clicks[torch.randint(len(clicks), (64,))]
         targets, objective = some[:, 1:], hl.cross_entropy()
         batch = hl.Batch(targets)
-        if kind == "sampled BCE":  # one negative, as in SASRec
+        if kind == "sampled BCE":  # one negative item per position, as in SASRec
             drawn = torch.randint(ITEMS, targets.shape)
             drawn = (drawn + (drawn == targets)) % ITEMS
             ids = torch.stack([targets, drawn], 2)

@@ -108,7 +108,7 @@ def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
             replacement = here(standing)[at]
             call = replacement.apply if isinstance(theirs, type) else replacement
             arguments = {n: f"<{n}>" for n in seams.called(theirs) if n != "fresh"}
-            by_position = isinstance(theirs, type)  # autograd functions take no keywords
+            by_position = isinstance(theirs, type)  # `Function.apply` takes no keywords
             call(*arguments.values()) if by_position else call(**arguments)
             assert calls.pop() == arguments
             call(*arguments.values(), False) if by_position else call(**arguments, fresh=False)

@@ -142,7 +142,7 @@ def test_hidden_and_head(error, match, make):
             r"old_logps: got shape \(5,\), want \(6,\) per token$",
             lambda: batch(old_logps=torch.zeros(5)),
         ),
-        (  # log-probs are never per segment
+        (  # `old_logps` with one value per segment are refused
             ValueError,
             r"old_logps: got shape \(2,\), want \(6,\) per token$",
             lambda: batch(old_logps=torch.zeros(S)),

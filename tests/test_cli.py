@@ -363,7 +363,7 @@ def test_doctor_without_a_gpu(
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[0]: line[10:] for line in lines[:10]}
-    assert len(found) == 10 and len(lines) == 10 + len(fits())  # a line for each adapter
+    assert len(found) == 10 and len(lines) == 10 + len(fits())  # one line per adapter
     assert found["torch"] == torch.__version__
     assert found["GPU"] == "none" and found["missing"].startswith("a GPU that torch sees")
     assert {found[d] for d in ("bfloat16", "float32", "float64")} == {"reference"}

@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 # Documentation pages whose code blocks do not run as one program.
 NOT_RUN = {"CONTRIBUTING.md": "a fragment of headloss/losses, with the names of its file"}
-RANKS = "docs/across-devices.md"  # a script for two ranks
+RANKS = "docs/across-devices.md"  # page with a script that runs on two ranks
 WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]
 
 

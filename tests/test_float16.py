@@ -42,7 +42,7 @@ def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
 def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
-    """In float16, too, a distillation's temperature replaces the head's."""
+    """A distillation term's temperature replaces the head's temperature in float16."""
     hidden = torch.randn(12, 16).half().requires_grad_()
     head = hl.Head((torch.randn(40, 16) / 10).half(), temperature=temperature)
     batch = hl.Batch(torch.arange(12), teacher_logits=3 * torch.randn(12, 40).half())

@@ -327,7 +327,7 @@ def test_rank_stabilised():
 
 def test_dropout():
     model = wrap(lora_dropout=0.4)
-    head = assert_same(model.train(), adapters=1)  # equal seeds draw equal masks
+    head = assert_same(model.train(), adapters=1)  # compares outputs under equal dropout masks
     assert head.lora[0].dropout == 0.4
     torch.manual_seed(3)
     features = head.lora[0].features(HIDDEN)

@@ -95,7 +95,7 @@ SERVED = {triton_backend: ACTS, twins: ACTS, reference: OF_EVERY}
 def test_every_backend_has_every_act(backend, act):
     declared = list(inspect.signature(getattr(Kernels, act)).parameters.values())[1:]
     found = list(inspect.signature(getattr(backend, act)).parameters.values())
-    for parameter in found[len(declared) :]:  # tuning parameters of a backend
+    for parameter in found[len(declared) :]:  # parameters that tune this backend's kernels
         assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default is None
     shape = [(p.name, p.kind, p.default) for p in declared]
     assert shape == [(p.name, p.kind, p.default) for p in found[: len(declared)]]

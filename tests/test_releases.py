@@ -389,7 +389,8 @@ def test_whoever_holds_a_function_of_trl_by_name_is_served(
     monkeypatch.setitem(sys.modules, holder.__name__, holder)
     trl_install.install()
     assert holder._ChunkedLogProbFunction is utils._ChunkedLogProbFunction is not stock
-    later: Any = types.ModuleType("trl.trainer.later")  # imported while headloss is installed
+    # a TRL module that is imported after `install()` and before `uninstall()`
+    later: Any = types.ModuleType("trl.trainer.later")
     later._ChunkedLogProbFunction = utils._ChunkedLogProbFunction
     monkeypatch.setitem(sys.modules, later.__name__, later)
     trl_install.uninstall()

@@ -82,7 +82,7 @@ def test_static_shapes():
 @pytest.mark.parametrize("kind", ["padded", "mixed flat"])
 @pytest.mark.parametrize("schedule", ["held", "recompute"])
 def test_a_loss_elsewhere(kind, schedule):
-    """`head_stats` and `head_function` work with `support_ids`, too."""
+    """`head_stats` and `head_function` restrict the softmax to each token's `support_ids`."""
     terms = hl.cross_entropy() - 0.3 * hl.entropy() + 0.1 * hl.z_loss()
     inputs = cases.inputs(kind, "everything", terms=terms)
     oracle = inputs.plain()

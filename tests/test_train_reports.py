@@ -121,7 +121,7 @@ def test_plots_show_whole_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def measured(figure: Any, path: Path, **options: Any) -> None:
         save(figure, path, **options)
-        # Draw again, because `save` laid out the figure for the file's resolution.
+        # `save` laid out the figure for the file's resolution; lay it out for the canvas.
         figure.canvas.draw()
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         texts = [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]

@@ -173,7 +173,7 @@ def test_tokens_far_above_their_reference_are_done_again():
     with its maximum subtracted."""
     n, v = 4, 200
     x, w, targets, _ = head(n, 64, v)
-    targets[1] = 40  # a target inside the slice
+    targets[1] = 40  # a target inside the vocabulary slice
     w[targets[:2]] = (-80 * x[:2] / x[:2].norm(dim=1, keepdim=True)).to(w.dtype)
     raw = x.double() @ w.double().t()
     assert (raw.max(1).values - raw.gather(1, targets[:, None])[:, 0])[:2].min() > 100

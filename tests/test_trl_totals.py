@@ -50,7 +50,7 @@ def large_batch(
     logits = model(inputs["input_ids"], inputs["attention_mask"]).logits[:, :-1].float()
     if "labels" in inputs:
         batch = hl.Batch(inputs["labels"][:, 1:])
-    else:  # reference log-probs are those of the untrained model
+    else:  # DPO: the untrained model is the reference model.
         ids = inputs["input_ids"][:, 1:, None]
         logps = logits.detach().log_softmax(-1).gather(-1, ids).squeeze(-1)
         chosen, rejected = (logps * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)

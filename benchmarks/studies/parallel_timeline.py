@@ -107,8 +107,8 @@ def lines(spans: list[Span]) -> Iterator[Line]:
 
 
 def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
-    """Run `step` on all ranks, and print the kernels that rank 0's GPU runs between the `PAUSE`
-    kernels of two successive calls. Without GPUs nothing is printed."""
+    """Run `step` on all ranks. With GPUs, print the kernels that rank 0's GPU runs between the
+    `PAUSE` kernels of two successive calls."""
     if not ranks.on_gpu:
         step()
         return

@@ -29,7 +29,7 @@ class Case(NamedTuple):
     h: int
     v: int
     dtype: str = "bfloat16"
-    budget: int | None = None  # Bytes; None for the default.
+    budget: int | None = None  # The memory budget in bytes; None: headloss's default.
 
 
 def cases() -> Iterator[Case]:

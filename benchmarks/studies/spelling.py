@@ -32,7 +32,7 @@ import headloss as hl
 
 LETTERS, SHORTEST, LONGEST = string.ascii_lowercase[:12], 3, 6
 PAD, END, ARROW = "<pad>", "<end>", ">"
-COMPLETION = LONGEST + 1  # tokens, including the end token
+COMPLETION = LONGEST + 1  # largest number of tokens of an answer, with the end token
 
 
 @dataclass(frozen=True, kw_only=True)

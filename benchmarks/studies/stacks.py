@@ -10,8 +10,9 @@ Page: docs/does-it-matter.md.
 The study *exactness* compares stock TRL in bf16, stock TRL with `cast_lm_head_to_fp32`, and
 headloss, with four updates per generation. The study *sampling* uses a sampler with top-k and
 top-p; the kept ids are replayed, or log-probs are over the whole vocabulary, as in stock TRL. All
-runs start from one model with large logits that spells words backward (`spelling`). Several runs
-share a GPU. A finished run leaves a file; a restarted program makes only the missing runs.
+runs start from one model with large logits that spells words backward (`spelling`). Several
+training runs share a GPU. A finished run leaves a file; a restarted program makes only the missing
+runs.
 
 Recorded for each generation: the reward, and the mean over tokens of the sampler's log-prob minus
 the trainer's (an estimate of KL). For each step the study records the gradient's norm, and the

@@ -17,7 +17,7 @@ class Trained(NamedTuple):
     """Result of a training step without an optimizer."""
 
     loss: Tensor
-    out: Any  # Output of the model's forward.
+    out: Any  # The value that the model's `forward` returns.
     gradients: dict[str, Tensor]  # By parameter name.
 
 

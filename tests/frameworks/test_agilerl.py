@@ -83,7 +83,7 @@ def policy(peer, made: Step, level="token", objective="grpo", sampled=False, tur
 
 
 CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
-NEAR = 3e-7  # AgileRL's token weights are float32
+NEAR = 3e-7  # allowed error: AgileRL computes token weights in float32
 EDGES = ("random", "clipped", "one token")
 
 

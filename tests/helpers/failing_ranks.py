@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 
 import headloss as hl
 
-SECONDS = 3.0  # timeout of the process groups
+SECONDS = 3.0  # Collectives that take longer fail.
 T, H, V = 6, 4, 10
 # If the field `armed` of the batch contains this value, the loss term fails; when headloss tries a
 # new term on made-up tokens, `armed` has other values.

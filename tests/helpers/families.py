@@ -181,7 +181,8 @@ SEEING = {
     "lighton_ocr mistral3 mistral_large4": SIZED,
     "exaone4_5 hyperclovax_vision_v2 lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl": GRID,
 }
-FOUR = {"deepseek_vl", "llava", "ovis2", "paligemma"}  # Four tokens for an image.
+# Model families that represent an image by four tokens.
+FOUR = {"deepseek_vl", "llava", "ovis2", "paligemma"}
 # Model inputs in addition to token ids, by model family: tensors, or shapes of random tensors.
 INPUTS: dict[str, dict[str, Any]] = {
     **{name: inputs for names, inputs in SEEING.items() for name in names.split()},

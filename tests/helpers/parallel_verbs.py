@@ -315,7 +315,7 @@ def layouts() -> None:
     want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
     into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
     batch = hl.Batch(p.targets.clamp_min(0), p.batch.segments, **p.batch.fields)  # type: ignore[arg-type]
-    for given in (p.batch, batch):  # with and without unscored rows
+    for given in (p.batch, batch):  # `batch` has no unscored tokens
         if given is batch:
             want = hl.head_loss(p.hidden, hl.Head(p.weight), given, p.objective)
             into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
