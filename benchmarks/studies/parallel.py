@@ -394,9 +394,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 
 
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
-    """Return the ideal time over the measured time. The ideal time with vocabulary shards is the
-    time on one rank divided by the number of shards. The ideal time of runs in which each rank has
-    its own tokens is the time on one rank."""
+    """Return the ideal time over the measured time. The ideal time is the time on one rank, divided
+    by the number of parts into which the run cuts the vocabulary and the tokens. In runs in which
+    each rank has its own batch, the ideal time is the whole time on one rank."""
     shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
     return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 
