@@ -86,8 +86,8 @@ class DraftHeads:
 
         The draft's head maps h [.., H] to [h | 0], and a Markov head maps u [.., r] to [0 | u],
         both [.., H + r], so that the framework's sum of the two outputs is [h | u]. The verifier's
-        head returns its input h [.., H]; a head shared by draft and verifier appends r zeros and
-        returns [h | 0] [.., H + r].
+        head returns hidden states [.., H] unchanged. If draft and verifier share one head, the head
+        appends r zeros to hidden states [.., H], where r is the rank of the Markov head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -108,8 +108,9 @@ class DraftHeads:
     ) -> Output:
         """Return the weighted sum of all losses over all rows; `slopes` are the weights.
 
-        The output's `per_token` has "ce/value" (and likewise for each loss), "top1", and with
-        `acceptance` the first loss's acceptance, for example "ce/acceptance".
+        The output's `per_token` has "top1" and, for each loss, its value, for example "ce/value".
+        With `acceptance=True`, `per_token` also has the acceptance probability of each row, under
+        the name of the first loss, for example "ce/acceptance".
         """
         fields |= {f"slopes_{name}": slope.float() for name, slope in slopes.items()}
         if verifier is not None:
@@ -173,11 +174,13 @@ class Parts(torch.autograd.Function):
     alone, not to `values`.
 
     The scalar `total` is the sum of `values` weighted by the numbers `shares`, and its gradient
-    comes from one headloss pass over the head. If a framework's loss weights the copies of `values`
-    in proportion to `shares` (the weights of `values` in `total`), the backward pass only scales
-    the gradient of `total`, without a second pass over the head. If the framework's loss weights
-    the tensors `values` in other proportions than `total` does, the backward pass raises
-    RuntimeError.
+    comes from one headloss pass over the head. The gradients of a framework's loss with respect to
+    the copies must be one factor times the numbers `shares`. The backward pass multiplies the
+    gradient of `total` by this factor of `shares`, without a second pass over the head.
+
+    Raises:
+        RuntimeError: in the backward pass, if the gradients of the copies are not one factor times
+            the numbers `shares`.
     """
 
     @staticmethod

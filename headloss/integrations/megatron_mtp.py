@@ -8,10 +8,10 @@ Call `install()` in each process; the loss, its scale and Megatron's log stay un
 
 Depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted like the
 labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the sum of the
-unshifted mask). One `head_loss` call with a weight per row computes all depths' losses. Megatron's
-`MTPLossAutoScaler` adds the gradient of the MTP loss in the backward pass; the value of the MTP
-loss is not added to the training loss. The processor `HeadLoss` computes the main prediction and
-the MTP losses in one call if the objective's terms are means over tokens.
+unshifted mask). One `head_loss` call with a weight per row computes the losses of all MTP depths.
+Megatron's `MTPLossAutoScaler` adds the gradient of the MTP loss in the backward pass; the value of
+the MTP loss is not added to the training loss. The processor `HeadLoss` computes the main
+prediction and the MTP losses in one call if the objective's terms are means over tokens.
 
 b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or [(1 + D) s / tp,
 b, H] under sequence parallelism; the rows of the main prediction come first.
@@ -229,8 +229,8 @@ def _run(
 
     def rows(values: Tensor, at: int) -> Tensor:
         """Return one value per row of the hidden states, which have one block of rows for each
-        prediction (main and MTP depths). The n blocks that begin with block `at` get `values` [n,
-        s, b, ..]; all other blocks get 0."""
+        prediction (main and MTP depths). `values` [n, s, b, ..] are the values of n consecutive
+        blocks of rows, from block number `at` on; rows of other blocks get 0."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -278,10 +278,10 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return a copy of `totals` whose dict `kept` gives the main prediction's totals to each block
-    of rows (main prediction or MTP depth), under the block's mask name. A term that `Term.where`
-    restricts to one block reads its denominator from `Totals.kept`; the terms of MTP depths are
-    sums and need no denominator."""
+    """Return a copy of `totals` whose dict `kept` maps the name of each row mask (one mask for the
+    main prediction, one per MTP depth) to the counts in `totals`. `Term.where(name)` restricts a
+    term to rows of the mask `name`, and the term's denominator is then read from
+    `Totals.kept[name]`."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})

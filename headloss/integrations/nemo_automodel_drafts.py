@@ -72,7 +72,7 @@ def _dspark_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _plain(draft: Any, heads: DraftHeads) -> None:
-    """Raise ValueError if the logits are more than the head's product, for example with a soft
+    """Raise ValueError if the draft model changes the output of `lm_head`, for example by a soft
     cap."""
     weight = draft.lm_head.weight
     probe = torch.linspace(-40, 40, heads.width, dtype=weight.dtype, device=weight.device)
@@ -216,7 +216,8 @@ def _decay_loss(
 def _acceptance_stats(pred_ids_4d: Tensor, target_ids_4d: Tensor, valid_mask_4d: Tensor) -> Any:
     call = BLOCKS.get()
     theirs = SEAMS.theirs[DFLASH, "compute_acceptance_stats"]
-    # The argmax `pred_ids_4d` was taken over hidden states, not over logits.
+    # Automodel computed `pred_ids_4d` by argmax, but of hidden states in place of logits: replace
+    # the ids by the target where the draft's likeliest token is the target, else by -1.
     if call is not None and call.agreed is not None:
         pred_ids_4d = torch.where(call.agreed.view_as(target_ids_4d), target_ids_4d, -1)
     return theirs(pred_ids_4d, target_ids_4d, valid_mask_4d)

@@ -1,10 +1,9 @@
 """NeMo-RL's log-probs computed by headloss from hidden states, under Megatron's vocabulary
 parallelism.
 
-`install()` replaces the log-prob function used under `megatron_cfg.use_linear_ce_fusion_loss`;
-NeMo-RL still computes the losses. `uninstall()` restores NeMo-RL's function.
-
-NeMo-RL releases after 0.7 call the flag `use_fused_linear_logprobs`.
+`install()` replaces the log-prob function that NeMo-RL uses if the option
+`megatron_cfg.use_linear_ce_fusion_loss` (in releases after 0.7, `use_fused_linear_logprobs`) is
+set. NeMo-RL still computes the losses. `uninstall()` restores NeMo-RL's function.
 
 B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism.
 """

@@ -58,8 +58,8 @@ def forward(
     whose softmax is over the whole vocabulary.
 
     Raises:
-        ValueError: no labels, a sampling mask of another shape, or a mask with ids but no
-            temperature.
+        ValueError: the labels are None; the sampling mask's shape is not [B, L, K]; or a sampling
+            mask is passed without a temperature.
         TypeError: the sampling mask is not a tensor of integers.
     """
     if labels is None:

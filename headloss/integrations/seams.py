@@ -180,9 +180,9 @@ def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
     """Return the replacement `ours` in a form that accepts calls written for the function `theirs`.
 
     Returns:
-        the function `ours` itself if its arguments have the positions of those of `theirs`; else a
-        function that calls `ours` by keyword, and raises TypeError if a call passes an argument
-        that `ours` does not accept.
+        the function `ours` itself if its arguments have the same names in the same order as the
+        arguments of `theirs`; else a function that calls `ours` by keyword, and raises TypeError if
+        a call passes an argument that `ours` does not accept.
 
     Raises:
         RuntimeError: as from `check_signature`.

@@ -104,7 +104,7 @@ def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
     a wrapper's backward hooks on `passed` run.
 
     The tensor `passed` is a rounded copy of `exact` made by a wrapper such as FSDP2. In the
-    backward pass `hooked` gives `passed` a gradient of zeros, or None with `zeros=False`.
+    backward pass the gradient with respect to `passed` is zeros, or None with `zeros=False`.
     """
     if passed is exact or not exact.requires_grad:
         return exact

@@ -19,8 +19,8 @@ from ..losses import Objective, Term, cispo
 
 def refuse(instead: str, **asked: bool) -> None:
     """Raise ValueError if a keyword argument is True: keywords name unsupported options, and True
-    says that the user set the option. The message names `instead`, the library that supports the
-    option."""
+    says that the user set the option. The error message contains the text `instead`, which says
+    what supports the option."""
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")
@@ -83,8 +83,8 @@ def over_count(
         instead: advice to the user, used in the error message.
 
     Raises:
-        ValueError: a term's weights depend on other totals of the step than the number of its
-            tokens.
+        ValueError: the denominator of a term depends on more than the optimizer step's number of
+            tokens, for example on the step's number of sequences.
     """
     if batch.totals is not None:
         return objective

@@ -1,4 +1,4 @@
-"""slime and miles without the logits of their Megatron models.
+"""Log-probs and entropies for slime and miles, computed without logits.
 
     --custom-megatron-init-path headloss.integrations.slime.init
 
@@ -6,7 +6,8 @@ Actors, references and teachers return hidden states in place of logits. headlos
 and entropies of the response tokens from the hidden states. Losses, advantages and metrics are
 still computed by slime or miles. `install()` and `uninstall()` switch headloss on and off by hand.
 
-T rows of this rank (under tensor parallelism, rows of all its ranks), H hidden width.
+T rows of hidden states (under tensor parallelism, those of all ranks of the tensor-parallel group),
+H hidden width.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ def _values(
 ) -> dict[str, list[Tensor]]:
     """Return log-probs and entropies [R] of each sample's response tokens on this rank.
 
-    To choose rows and tokens exactly as slime or miles does, its function `get_responses` is called
-    with row numbers in place of logits.
+    `get_responses`, the function by which slime and miles choose the response tokens' rows of the
+    logits, is called with row numbers in place of logits.
     """
     door, device = latest(), logits.device
     shape = (logits.shape[0], logits.shape[1] * door.ranks)

@@ -1,7 +1,7 @@
 """Losses and metrics of SpecForge's draft models, computed from hidden states without logits.
 
-`install()` replaces the losses of DFlash, D-PACE, Domino, DSpark and offline EAGLE-3 with a compact
-teacher. `uninstall()` restores SpecForge's losses.
+`install()` replaces the losses of DFlash, D-PACE, Domino, DSpark and EAGLE-3; EAGLE-3 must train
+offline with SpecForge's option `compact_teacher`. `uninstall()` restores SpecForge's losses.
 
 The loss is reduced by SpecForge's formulas: weighted sums over the rows of each block of drafted
 tokens, or means over each unrolled step of EAGLE-3. One headloss call computes the losses of all

@@ -7,9 +7,9 @@ During a training forward the heads of draft and verifier return their inputs. s
 `compute_metrics`, which reduces row losses to one loss, is called twice. The first
 `compute_metrics` call gives the derivative of the reduced loss with respect to each row's loss. One
 headloss call computes the row losses, each weighted by the derivative of the reduced loss with
-respect to the row's loss. The second call of speculators' `compute_metrics` computes speculators'
-metrics from the row losses that headloss computed. All steps of EAGLE-3 share one headloss call,
-after the last step.
+respect to the row's loss. In its second call, `compute_metrics` gets the row losses that headloss
+computed, and returns speculators' metrics. All steps of EAGLE-3 share one headloss call, after the
+last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -141,8 +141,12 @@ class Rows:
     """Hidden states of draft and verifier for a loss, and a mask of the rows that the loss
     reads."""
 
-    hidden: Tensor  # Draft states [1, n, H + r], or [1, T, S, H] for S EAGLE-3 steps.
-    verifier: Tensor  # Verifier states [1, n, H]; for EAGLE-3, one state per position, [T, H].
+    # The draft's n hidden states (width H), each followed by the Markov head's r inputs: [1, n, H +
+    # r]. For S unrolled steps of EAGLE-3 on T positions, the draft's hidden states [1, T, S, H].
+    hidden: Tensor
+    # The verifier's hidden states: [1, n, H] for n rows of the draft, or [T, H] for EAGLE-3 on T
+    # positions.
+    verifier: Tensor
     targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
     read: Tensor  # Bool mask in the shape of `targets`.
     # Index of the verifier's row for each draft row, in the shape of `targets`; None if draft row i
@@ -275,9 +279,9 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    In place of logits, `compute_metrics` gets a placeholder tensor with two columns. In each row of
-    the placeholder logits, the verifier's larger logit is in column 0; the draft's larger logit is
-    in column 0 if draft and verifier agree on the likeliest token, else in column 1.
+    In place of logits over the vocabulary, `compute_metrics` gets logits of two made-up tokens, 0
+    and 1. The verifier's made-up logits prefer token 0; the draft's made-up logits prefer token 0
+    in rows where draft and verifier agree on the likeliest token, and token 1 elsewhere.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -19,8 +19,9 @@ class CountsSteps:
     """Mixin for `transformers.Trainer`, which counts the tokens and segments of all micro-batches
     of an optimizer step before the step's first forward.
 
-    The step's totals are over all ranks, unless `average_tokens_across_devices` is off. Attributes
-    not defined in `CountsSteps` belong to the `Trainer`.
+    The counts of tokens and segments are summed over all ranks, unless the training argument
+    `average_tokens_across_devices` is off. Attributes not defined in `CountsSteps` belong to the
+    `Trainer`.
 
     Attributes:
         step_totals: totals of the current step; None before the first step, or without labels.

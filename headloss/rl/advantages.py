@@ -78,8 +78,9 @@ def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tenso
 def leave_one_out(rewards: Tensor, group: int) -> Tensor:
     """Return the factor [N] that turns group-mean advantages into leave-one-out advantages.
 
-    The factor of a group of `group` consecutive rewards, n of them not NaN, is n / (n - 1). Kool et
-    al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
+    Each `group` consecutive rewards form a group. All rewards of a group get the factor
+    n / (n - 1), where n is the number of the group's rewards that are not NaN. Kool et al. 2019;
+    Ahmadian et al. 2024, arXiv:2402.14740.
     """
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group: got {group} of {len(rewards)} rewards, want rows of whole groups")

@@ -124,11 +124,11 @@ def cases(quick: bool = False) -> Iterator[Case]:
 
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one test case on segments of unequal length, with hidden states and weight that predict
-    many targets well; each longer segment begins with a prompt that has no targets."""
+    many targets well. Each segment of several tokens begins with a prompt that has no targets."""
     hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
-    # Chunks of 64 tokens divide the test's tokens into several chunks; an objective that needs the
-    # whole batch at once still gets all tokens.
+    # The test has more than 64 tokens, so `chunk_tokens=64` makes several chunks, except for
+    # objectives that need the whole batch in one chunk.
     options = Options(schedule=case.schedule, chunk_tokens=64)
     try:
         backend = plan(hidden, head, batch, objective, options).backend
@@ -141,7 +141,9 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
-PROMPT = 5  # Prompt positions (without targets) per segment; fewer in segments of up to 5.
+# Number of prompt positions (without targets) at the start of a segment; a segment of n <= 5 tokens
+# has n - 1 prompt positions.
+PROMPT = 5
 
 
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:

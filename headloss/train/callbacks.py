@@ -186,9 +186,9 @@ class HeldOut(TrainerCallback):
 class Interrupt(TrainerCallback):
     """Context manager that handles Ctrl-C and SIGTERM in its `with` block.
 
-    During training, the first signal saves a checkpoint and stops, after the next optimizer step
-    from which training can be resumed; a second signal stops at once. Outside training, the first
-    signal raises KeyboardInterrupt.
+    During training, the first signal makes training continue to the next optimizer step that allows
+    a resume, save a checkpoint there and stop; a second signal raises KeyboardInterrupt at once.
+    Outside training, every Ctrl-C or SIGTERM raises KeyboardInterrupt.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

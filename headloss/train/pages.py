@@ -101,8 +101,8 @@ def _read(output: Path) -> dict[str, Any]:
 
 
 def _solved(runs: dict[str, dict[str, Any]], letters: list[str]) -> list[list[str]] | None:
-    """Return a table row per evaluation of each run; if the runs' splits differ, also a letter that
-    names the split."""
+    """Return a table with one row per evaluation of each run. If the runs were evaluated on
+    different held-out problems, a column has a letter for each run's set of held-out problems."""
     rows: list[list[str]] = []
     for i, (name, run) in enumerate(runs.items()):
         head, *found = run["solved"]

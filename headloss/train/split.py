@@ -68,8 +68,8 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """Recorded divisions of problems into training and held-out problems by the model's earlier
-        runs, without divisions that equal this run's."""
+        """The recorded splits (into training and held-out problems) of those earlier runs of the
+        model whose held-out problems differ from this run's held-out problems."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 

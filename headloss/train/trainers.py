@@ -179,7 +179,8 @@ class _Policy(_Run):
         objective = super().objective(inputs)  # type: ignore[misc]
         if further is None:
             return objective
-        # divide extra terms by the step's tokens, so that the logged values add up to a mean
+        # Divide extra terms by the number of tokens of the whole optimizer step, so that the
+        # logged values of the step's micro-batches add up to the mean over the step's tokens.
         reduction = per(tokens_of_the_step(self, inputs))
         return objective + Objective(tuple((c, t.over(reduction)) for c, t in further.parts))
 

@@ -47,8 +47,9 @@ def apply(
     function, and returns the loss and the logits. In a model without a loss function, headloss
     replaces `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the
     token count are read from the loss function's arguments. A term that is a mean over tokens is
-    divided by the call's argument `num_items_in_batch`, if present. A term that is not a mean of
-    tokens needs a step of one call; in a `Trainer`, `TotalsMixin` supports all reductions.
+    divided by the call's argument `num_items_in_batch`, if present. A term that is not a mean over
+    tokens is correct only if each optimizer step calls the model once; in a `Trainer`,
+    `TotalsMixin` supports all reductions.
     Documents that `position_ids` mark in packed rows are the segments of terms.
 
     Calls without labels may run in several threads at once. A call with labels during another call

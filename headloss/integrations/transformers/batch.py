@@ -26,8 +26,8 @@ def batch_of(
     """Return the `Batch` of a model's call with labels.
 
     If the call has `shift_labels`, its labels and fields are already shifted. Without
-    `shift_labels`, `batch_of` shifts labels and fields [B, L] or [B, L, ..]. Fields of other
-    shapes, such as `segments`, are unchanged.
+    `shift_labels`, `batch_of` shifts labels and fields [B, L] or [B, L, ..] by one position, and
+    leaves batch fields without a value per token, such as `segments`, unchanged.
 
     Raises:
         ValueError: each rank has a part of its sequences, but the objective needs whole sequences.

@@ -55,8 +55,8 @@ class Call(FollowedHead):
         self.labels, self.step = arguments["labels"], applied.step
         self.shift_labels = applied.shift_labels(arguments)
         self.losses, self.asked, self.gradient = 0, False, torch.is_grad_enabled()
-        # The batch is made before the model's forward, so that the transfer to the CPU overlaps
-        # the forward.
+        # The batch's constructor starts an asynchronous copy of token counts from the GPU to the
+        # CPU; make the batch before the model's forward, so that copy and forward overlap.
         self.batch: Batch | None = self.step and self.step.batch
         if self.batch is None and self.replaces:
             self.batch = applied.batch_of({**arguments, **fields}, self.labels.device)

@@ -1,4 +1,4 @@
-"""Denominators of an objective's terms over all of an optimizer step's calls of the model."""
+"""Denominators of an objective's terms, counted over all model calls of an optimizer step."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
         batch = hl.Batch(tokens, support_ids=drawn.support_ids, old_logps=drawn.logps(tokens), ...)
 
     The recorder runs as the last logits processor, after those of the model's `generation_config`
-    and of a call's `logits_processor`, and leaves the scores unchanged. The recorder keeps pairs of
-    a token and an id, and the scores of one step. On a GPU, the CPU waits for the device once per
-    token.
+    and of a call's `logits_processor`, and leaves the scores unchanged. Memory: for each generated
+    token, the ids that the sampler kept; and the logits [B, V] of the latest token of B rows. If
+    the model is on a GPU, recording makes the CPU wait for the GPU once per generated token.
 
     Args:
         model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.

@@ -1,4 +1,4 @@
-"""Subclasses of a model's class, with an equal name and headloss's forward.
+"""Subclasses that have the name of a model's class and run headloss in their forward.
 
 headloss's forward stays innermost when wrappers are set on the instance's forward or removed.
 FSDP2 also works by assigning a subclass to a module's `__class__`.
@@ -24,7 +24,8 @@ def applied_class(base: Any) -> Any:
         state, own = vars(self).get(STATE), functools.partial(base.forward, self)
         return own(*args, **kwargs) if state is None else state.run(self, own, args, kwargs)
 
-    # If this forward had `__wrapped__`, accelerate would call the model's own forward instead.
+    # accelerate follows a forward's attribute `__wrapped__` to the model's own forward, and would
+    # so bypass headloss's forward.
     vars(forward).pop("__wrapped__", None)
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__

@@ -16,12 +16,14 @@ from .denominators import Step
 
 
 class TotalsMixin(CountsSteps):
-    """Mixin for a `Trainer` (listed before `Trainer` as a base class) of a model with `apply`:
+    """Mixin for a `Trainer` whose model has had headloss's `apply(model)`. List the mixin before
+    `Trainer`:
 
         class MyTrainer(TotalsMixin, transformers.Trainer): ...
 
-    Loss, gradient and logged loss then equal those of one large batch, for every reduction and with
-    `.where`, however the batch is split into micro-batches and ranks. Before the step's first
+    A `Trainer` with `TotalsMixin` computes the same loss, gradient and logged loss for every split
+    of an optimizer step's batch into micro-batches and ranks, for every reduction and with
+    `.where`, as if the whole batch were in one micro-batch on one rank. Before the step's first
     forward, the mixin counts the tokens and segments of the whole step, and the tokens and segments
     where each boolean field named by a `.where` is True.
 

@@ -117,7 +117,7 @@ def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
     """A term of value 0 without a gradient, which requests the statistics `names` for TRL's
     metrics.
 
-    After the forward, `of_probe` reads the statistics that `probe` requested from the `Output`.
+    After the forward, `of_probe` reads the requested statistics from the forward's `Output`.
     """
     for name in names:
         getattr(stats, name)

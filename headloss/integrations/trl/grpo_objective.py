@@ -158,10 +158,11 @@ def _parts(trainer: Any) -> int:
 
 
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
-    """Return a rank's part of the totals (tokens and rows) of an optimizer step, which also divide
-    a user's own terms; None in an evaluation, which has no optimizer step.
+    """Return this rank's part of an optimizer step's totals (numbers of tokens and rows), the
+    denominators of terms that a user adds; None in an evaluation, which has no optimizer step.
 
-    All micro-batches of TRL have an equal size.
+    The number of rows is one micro-batch's rows times the number of micro-batches, because all
+    micro-batches of TRL have an equal size.
     """
     if not trainer.model.training:
         return None

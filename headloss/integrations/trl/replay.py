@@ -76,7 +76,9 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # True: headloss computes log-probs, which differ from the sampler's.
+    # True: headloss still computes log-probs over the ids that the sampler kept, but they differ
+    # from the sampler's log-probs. False: log-probs are over the whole vocabulary.
+    replayed: bool = False
 
 
 def wanted(trainer: Any) -> bool:
@@ -101,8 +103,8 @@ def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -
 
 
 def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
-    """Return whether log-probs are over the ids that the sampler kept, and warn once of each of the
-    `obstacles` (options that prevent or disturb this).
+    """Return whether log-probs are over the ids that the sampler kept, and warn once of each option
+    in `obstacles`, which makes such log-probs unavailable or different from the sampler's.
 
     Raises:
         ValueError: `sampling_support` is True, but an option prevents log-probs over the ids that

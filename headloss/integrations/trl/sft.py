@@ -28,10 +28,10 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     tokens or on completions, padded or packed. headloss adds LoRA on the head, and its own metrics
     as "headloss/...".
 
-    Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
-    by the totals of the optimizer step over all ranks. Each document of a packed row counts as one
-    sequence in the step's totals. Context parallelism is TRL's: accelerate's torch backend, without
-    packing.
+    Override `objective` to add terms, and set `options` for memory and schedule. The denominator of
+    a term, such as the number of tokens, is counted over the whole optimizer step and all ranks.
+    Each document of a packed row counts as one sequence in a denominator. Context parallelism is
+    TRL's: accelerate's torch backend, without packing.
 
     Raises:
         ValueError: an unsupported configuration; the message names the option.

@@ -2,9 +2,9 @@
 
 B rows, C completion columns, K the largest number of ids kept for a token, P (token, id) pairs of
 all tokens. In TRL's batch the ids that the sampler kept are a list with one entry per row, so TRL
-shuffles and splits the list with the rows. The entry of a row is two int32 tensors: the ids that
-the sampler kept for all of the row's tokens [P], and the number of kept ids of each token [C]. If
-the sampler kept no ids for a token, the token's log-prob is over the whole vocabulary.
+shuffles and splits the list with the rows. Each list entry has two int32 tensors: the ids [P] that
+the sampler kept for a row's tokens, one token after another, and the number of ids per token [C].
+If the sampler kept no ids for a token, the token's log-prob is over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Drawn(float):
     kept.
 
     TRL slices and concatenates lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` object
-    is a float, so TRL keeps it in its lists of log-probs; the object's index finds the ids from
-    which the token was drawn.
+    is a float, so TRL's lists of log-probs accept it. `Drawn.at` is the token's index in
+    `Drawn.sets`, the record of the ids from which each token was drawn.
     """
 
     __slots__ = ("at", "sets")

@@ -8,14 +8,13 @@ the variable VERL_USE_EXTERNAL_MODULES=headloss.integrations.verl. The module ca
 when a model's configuration names headloss: verl hides errors raised while a plugin is imported,
 and importing the engines takes seconds.
 
-    fused      replaces verl's `FusedLinearForPPO` under FSDP;
-    engine     extends the FSDP engine: a temperature per sample, and losses in one pass;
-    megatron   extends the Megatron engine: hidden states in place of logits;
-    losses     registers policy losses by name: `loss_mode=headloss_gspo`;
-    scored     finds scored positions of a micro-batch, and the ids that samplers kept;
-    teacher    computes distillation from a teacher's top k;
-    whole      computes distillation over the vocabulary: `loss_mode=headloss_reverse_kl`;
-    seams lists verl's functions with headloss's replacements, and installs them.
+`fused.py` replaces verl's `FusedLinearForPPO` under FSDP. `engine.py` extends verl's FSDP engine by
+a temperature per sample, and by losses computed in the same pass as the log-probs. `megatron.py`
+lets models of verl's Megatron engine return hidden states in place of logits. `losses.py` registers
+headloss's policy losses in verl by name, such as `loss_mode=headloss_gspo`. `scored.py` finds the
+scored positions of a micro-batch, and the ids that the sampler kept. `teacher.py` computes
+distillation from a teacher's top k ids. `whole.py` computes distillation over the whole vocabulary,
+such as `loss_mode=headloss_reverse_kl`. `seams.py` replaces verl's functions by headloss's.
 """
 
 # pyright: reportMissingImports=false

@@ -112,7 +112,8 @@ def patch_forward(
     fused.head(model.get_output_embeddings().weight, 1.0, model.dtype)
     kind: Any = type(model)
     own = kind.forward
-    # verl patches the class's forward, and thus the forward of every model of the class.
+    # verl's `_patch` replaces `forward` on the model's class, which would change every model of the
+    # class: move the new `forward` to this model alone, and restore the class's own `forward`.
     _patch(model, True, "torch")
     function, kind.forward = model.forward.__func__, own
     setattr(model, BACKEND, fused)

@@ -22,7 +22,8 @@ from ..shared import refuse
 from .asked import DIVERGENCE, asks
 from .teacher import distillation_of
 
-DOOR = "_headloss_door"  # Name of an attribute of engines whose models return hidden states.
+# Name of the attribute that marks verl's Megatron engines whose models return hidden states.
+DOOR = "_headloss_door"
 
 
 def enable_fused_kernels(self: Any) -> None:
@@ -43,8 +44,8 @@ def enable_fused_kernels(self: Any) -> None:
 def process(
     self: Any,
     logits: Tensor,  # [b, s / tp, H], hidden states.
-    label: Tensor,  # Shape [b, s], shifted.
-    temperature: Tensor,  # Shape [b, s], 0 at padding.
+    label: Tensor,  # The shifted labels [b, s].
+    temperature: Tensor,  # The temperature of each position, [b, s]; 0 at padding.
     **settings: Any,
 ) -> dict[str, Tensor]:
     """Return log-probs, entropies and distillation losses, [b, s] each, 0 at padding.

@@ -1,4 +1,5 @@
-"""verl's on-policy distillation from a teacher's top k, computed with the log-probs.
+"""verl's on-policy distillation from a teacher's top k ids, computed in the same pass over the head
+as the policy's log-probs.
 
 B sequences of at most R response tokens, T scored tokens of this rank, K teacher ids per token.
 """
@@ -104,7 +105,7 @@ def distillation_of(loss_function: Any) -> Any:
     """Return verl's distillation settings if the loss is `distillation_ppo_loss`, else None.
 
     Raises:
-        ValueError: the settings also use a policy loss of headloss.
+        ValueError: the loss combines distillation with a policy loss of headloss (`loss_mode`).
     """
     if getattr(loss_function, "func", None) is not distillation_ppo_loss:
         return None

@@ -39,7 +39,8 @@ FACTORIES: list[Callable[[torch.device], hl.Head]] = []
 def add() -> None:
     """Register each divergence in verl as a `loss_mode`.
 
-    verl still computes aggregation, the loss ceiling, the policy gradient and the metrics.
+    headloss computes the divergence of each token; verl clamps it (`loss_max_clamp`), reduces it to
+    a loss, and computes the policy gradient and the metrics.
     """
     for name in map(f"{DIVERGENCE}{{}}".format, KINDS):
         if name not in DISTILLATION_LOSS_REGISTRY:
