@@ -175,12 +175,12 @@ class Parts(torch.autograd.Function):
 
     The scalar `total` is the sum of `values` weighted by the numbers `shares`, and its gradient
     comes from one headloss pass over the head. The gradients of a framework's loss with respect to
-    the copies must be one factor times the numbers `shares`. The backward pass multiplies the
-    gradient of `total` by this factor of `shares`, without a second pass over the head.
+    the copies must be one common factor times the numbers `shares`. The backward pass multiplies
+    the gradient of `total` by the common factor, without a second pass over the head.
 
     Raises:
-        RuntimeError: in the backward pass, if the gradients of the copies are not one factor times
-            the numbers `shares`.
+        RuntimeError: in the backward pass, if the gradients of the copies are not one common
+            factor times the numbers `shares`.
     """
 
     @staticmethod

@@ -59,7 +59,7 @@ def forward(
 
     Raises:
         ValueError: the labels are None; the sampling mask's shape is not [B, L, K]; or a sampling
-            mask is passed without a temperature.
+            mask contains ids, but `temperature` is None.
         TypeError: the sampling mask is not a tensor of integers.
     """
     if labels is None:

@@ -6,8 +6,8 @@ Actors, references and teachers return hidden states in place of logits. headlos
 and entropies of the response tokens from the hidden states. Losses, advantages and metrics are
 still computed by slime or miles. `install()` and `uninstall()` switch headloss on and off by hand.
 
-T rows of hidden states (under tensor parallelism, those of all ranks of the tensor-parallel group),
-H hidden width.
+T rows of hidden states on this rank (under tensor parallelism, on all ranks of this rank's
+tensor-parallel group), H hidden width.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Interrupt(TrainerCallback):
 
     During training, the first signal makes training continue to the next optimizer step that allows
     a resume, save a checkpoint there and stop; a second signal raises KeyboardInterrupt at once.
-    Outside training, every Ctrl-C or SIGTERM raises KeyboardInterrupt.
+    Outside training, Ctrl-C and SIGTERM raise KeyboardInterrupt.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -10,8 +10,9 @@
 After `apply(model)` the model's own forward still runs. In a call with labels, the model's head
 returns *followed logits*: a lazy tensor that stores its formula, not its values. headloss's
 objective replaces the model's loss function, or `cross_entropy` if it is called on the lazy logits.
-Lazy logits stay lazy under row selection, casts, scaling and soft capping; any other operation on
-lazy logits first computes their values. Calls without labels, such as generation, are unchanged.
+Row selection, casts, factors, one tanh and a constant bias keep logits lazy; any other operation on
+lazy logits first computes the logits' values. Calls without labels, such as generation, are
+unchanged.
 """
 
 from .apply import Applied, apply, remove

@@ -48,8 +48,8 @@ def apply(
     replaces `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the
     token count are read from the loss function's arguments. A term that is a mean over tokens is
     divided by the call's argument `num_items_in_batch`, if present. A term that is not a mean over
-    tokens is correct only if each optimizer step calls the model once; in a `Trainer`,
-    `TotalsMixin` supports all reductions.
+    tokens needs all tokens of the optimizer step in one call of the model; in a `Trainer` with
+    `TotalsMixin`, a step may make several calls, whatever the reductions of the terms.
     Documents that `position_ids` mark in packed rows are the segments of terms.
 
     Calls without labels may run in several threads at once. A call with labels during another call

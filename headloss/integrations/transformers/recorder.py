@@ -31,9 +31,10 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
         batch = hl.Batch(tokens, support_ids=drawn.support_ids, old_logps=drawn.logps(tokens), ...)
 
     The recorder runs as the last logits processor, after those of the model's `generation_config`
-    and of a call's `logits_processor`, and leaves the scores unchanged. Memory: for each generated
-    token, the ids that the sampler kept; and the logits [B, V] of the latest token of B rows. If
-    the model is on a GPU, recording makes the CPU wait for the GPU once per generated token.
+    and of a call's `logits_processor`, and leaves the scores unchanged. The recorder stores the
+    ids that the sampler kept for each generated token, and the logits [B, V] of one generation step
+    for B rows. If the model is on a GPU, the recorder makes the CPU wait for the GPU once per
+    generation step.
 
     Args:
         model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.

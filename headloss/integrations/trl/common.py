@@ -18,7 +18,8 @@ CHECKED = "each function of it that headloss takes the place of"
 
 
 def require(owner: Any, *names: str, ours: Any = None) -> None:
-    """Raise RuntimeError if TRL lacks a name, or if its method and `ours` differ in arguments.
+    """Raise RuntimeError if `owner` (a TRL class or module) lacks one of the attributes `names`, or
+    if a method of `owner` and its override in the class `ours` differ in arguments.
 
     With a missing or different TRL method, headloss's override would not run, or would get wrong
     arguments.

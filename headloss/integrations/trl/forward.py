@@ -49,7 +49,7 @@ require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 class Request:
     """A request to a model's forward to compute a loss or log-probs of the last C tokens of each
     row. The forward stores the results as attributes of the `Request`. Keep `Request` a plain
-    class: FSDP2 would cast the tensors inside a dataclass or container passed to the forward.
+    class: FSDP would cast the tensors inside a dataclass or container passed to the forward.
 
     Args:
         batch: targets [B, C] of L positions; column c is predicted at position L - C - 1 + c, or at

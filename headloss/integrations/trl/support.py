@@ -30,8 +30,8 @@ ENGINE = "trl.generation.vllm_generation"
 
 
 class Drawn(float):
-    """The log-prob of a token, with the token's index in `SampledSets`, the ids that the sampler
-    kept.
+    """The log-prob of a sampled token, as a float that also refers to the ids that the sampler kept
+    for the token.
 
     TRL slices and concatenates lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` object
     is a float, so TRL's lists of log-probs accept it. `Drawn.at` is the token's index in

@@ -22,7 +22,7 @@ from ..shared import refuse
 from .asked import DIVERGENCE, asks
 from .teacher import distillation_of
 
-# Name of the attribute that marks verl's Megatron engines whose models return hidden states.
+# Name of the attribute that `enable_fused_kernels` sets on verl's Megatron engines.
 DOOR = "_headloss_door"
 
 
