@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from narrow import Inputs, milliseconds
+from narrow import Inputs, milliseconds, peak_mib
 from torch import Tensor
 
 import headloss as hl
@@ -246,14 +246,7 @@ def measured(case: Case, tensors: tuple[Tensor, Tensor, Tensor], oracle: Oracle 
         work(x, w, ids)
 
     row: dict[str, Any] = {"ms": round(milliseconds(run, 1 if case.who == "Liger" else 3), 2)}
-    x.grad = w.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
-    row["MiB"] = round(peak / 2**20)
+    row["MiB"] = round(peak_mib(run, x, w))
     return row | (oracle.errors(x, w) if oracle else {})
 
 

@@ -99,6 +99,20 @@ def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(times)
 
 
+def peak_mib(run: Callable[[], object], *leaves: Tensor) -> float:
+    """Return the peak of memory of a run beyond the memory before the run and the gradients of
+    `leaves`, in MiB."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    returned = sum(leaf.nbytes for leaf in leaves if leaf.requires_grad)
+    return (torch.cuda.max_memory_allocated() - before - returned) / 2**20
+
+
 def errors(inputs: Inputs) -> dict[str, float]:
     """Return the errors of some tokens and columns, against float64."""
     x, w = inputs.x, inputs.w
@@ -211,14 +225,7 @@ def call(inputs: Inputs, schedule: str, score: bool) -> dict[str, Any]:
             head, batch = hl.Head(weight), hl.Batch(targets)
             hl.head_loss(hidden, head, batch, hl.cross_entropy(), options).loss.backward()
 
-    time, before = milliseconds(run), 0
-    hidden.grad = weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    size = 0 if score else hidden.nbytes + weight.nbytes
-    mib = (torch.cuda.max_memory_allocated() - before - size) / 2**20
+    time, mib = milliseconds(run), peak_mib(run, hidden, weight)
     row = {"schedule": schedule, "score": score, "ms": round(time, 2), "MiB": round(mib)}
     if not score:
         rows = torch.arange(0, len(hidden), max(1, len(hidden) // 64), device="cuda")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from narrow import Inputs, milliseconds
+from narrow import Inputs, milliseconds, peak_mib
 
 import headloss as hl
 
@@ -62,14 +62,7 @@ def measured(case: Case, schedule: str) -> dict[str, Any]:
 
     rows = hl.plan(*call).chunk_tokens
     row = {**case._asdict(), "schedule": schedule, "ms": round(milliseconds(run), 2)}
-    x.grad = w.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
-    row["MiB"] = round(peak / MIB)
+    row["MiB"] = round(peak_mib(run, x, w))
     return row | ({"rows": rows} if schedule == "one_pass" else {})
 
 

@@ -243,7 +243,7 @@ class Batch:
     def _survey(self) -> Survey:
         """Return the survey (extremes and counts read from the device) of the batch's tensors; make
         a survey now if the last survey is of other tensors. RuntimeError if targets, segments or
-        stored ids were changed in place since the extremes and counts were last computed."""
+        stored ids were changed in place since the last survey."""
         survey = self._last_survey
         support = self.support
         fields = self.fields

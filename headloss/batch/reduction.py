@@ -156,8 +156,8 @@ class Totals:
 
     @property
     def _numbers(self) -> list[Number]:
-        """All totals in one list: those of all tokens, then those of each boolean field, in the
-        order of field names."""
+        """All totals in one list: the totals over all tokens, then the totals over the tokens of
+        each boolean field, in the order of the fields' names."""
         return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
 
     def _with(self, numbers: Sequence[Number]) -> Totals:

@@ -162,8 +162,8 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. With
-        inputs of any dtype but float16, each token's coefficient is 1. With float16 inputs, a
+        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. If
+        the hidden states are not in float16, each coefficient is 1. With float16 hidden states, a
         token's coefficient is a power of two near 1 / ((1 - p) dz/draw), where p is the target's
         probability and dz/draw the derivative of a transformed logit z with respect to the raw
         logit, so that the small gradient of a likely target keeps its digits."""

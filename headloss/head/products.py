@@ -42,9 +42,9 @@ def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
 
 
 def _even(gradient: Tensor) -> list[slice]:
-    """Return slices of the columns of a gradient [n, v] for its matmuls: first as many columns as
-    are a multiple of 8, then the last columns. With another number of columns, cuBLAS computes
-    16-bit matmuls up to 5 times slower (see benchmarks/NOTES.md)."""
+    """Return slices of the columns of a gradient [n, v] for its matmuls: the first slice has the
+    largest multiple of 8 columns, the second slice has the last columns. If v is no multiple of 8,
+    cuBLAS computes 16-bit matmuls of all columns up to 5 times slower (benchmarks/NOTES.md)."""
     v = gradient.shape[1]
     even = v - v % 8
     return [slice(even), slice(even, v)] if 0 < even < v else [slice(v)]

@@ -101,7 +101,7 @@ class DraftHeads:
         states: Tensor,  # [.., H + r]: hidden states, then the r inputs of the Markov head.
         targets: Tensor,  # Shape [..]; -100 in rows that no loss and no metric reads.
         slopes: dict[str, Tensor],  # The weight [..] of each row's loss, by the name of the loss.
-        # The verifier's hidden states [.., H]; with the field `teacher_index`, [M, H].
+        # The verifier's hidden states: [.., H], or [M, H] if `teacher_index` names one of M rows.
         verifier: Tensor | None = None,
         acceptance: bool = False,
         **fields: Any,

@@ -39,7 +39,7 @@ STALE = (
 
 
 class Steps:
-    """Count of optimizer steps, since fused optimizers do not change a weight's `_version`."""
+    """Count of optimizer steps, because a fused optimizer does not change a weight's `_version`."""
 
     count = 0
 

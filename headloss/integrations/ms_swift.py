@@ -35,8 +35,8 @@ def register(
         options: options as for `apply`.
 
     Raises:
-        ValueError: a term is over sequences or over a part of the tokens. ms-swift weights the loss
-            of a micro-batch by its share of the step's tokens.
+        ValueError: a term is a mean over sequences, or over a part of the tokens. ms-swift weights
+            the loss of a micro-batch by the fraction of the step's tokens in the micro-batch.
         RuntimeError: the installed ms-swift has no registry of callbacks, or its loss function has
             arguments that headloss does not know.
     """

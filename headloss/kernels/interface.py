@@ -204,7 +204,7 @@ class Acts(Protocol):
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each gradient sum times the scalar `factor` and the sum's row factors, in float32
         or wider, rounded to the gradient's dtype. All sums with row factors (`Sum.rows`) have
-        equally many rows. A gradient sum in the gradient's dtype is multiplied in place."""
+        equally many rows. A gradient sum in the gradient's dtype is changed in place."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -303,7 +303,7 @@ class Kernels(Acts, Protocol):
     def can_sweep(self, w: Tensor) -> bool:
         """Return True if the functions with the prefix `narrow_` accept the weight w on its device,
         with hidden states of the dtype of w and unit stride along H. Every `narrow_` function sums
-        over the vocabulary in float32, in an order independent of n."""
+        over the vocabulary in float32, in the same order for every number n of tokens."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False

@@ -64,7 +64,7 @@ class RowContext(NamedTuple):
         )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """Return all inputs but the logits of the kernel that computes a tile's statistics."""
+        """Return the inputs of the kernel that computes a tile's statistics, without the logits."""
         first = self.shard.first + (columns.start or 0)
         return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 

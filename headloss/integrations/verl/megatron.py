@@ -111,7 +111,7 @@ def _forward_kl(log_q: Any, log_p: Tensor, floor: float | None) -> dict[str, Ten
     """Return verl's top-k forward KL and the two models' masses of the top k, [b, s] each.
 
     The loss is sum p (log p - log q) over the teacher's k ids. As in `compute_forward_kl_topk`
-    under Megatron, each mass is a sum of clamped probabilities.
+    under Megatron, the returned mass of the k ids is a sum of clamped probabilities.
     """
     log_p = log_p.float()
     if floor is not None:

@@ -165,8 +165,8 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
-    """Merge a matmul's sums over blocks of columns into statistics. The argument `of` is a `Merge`
-    record, and `vocabulary` is the number of vocabulary columns of all ranks together."""
+    """Compute softmax statistics from the partial sums of all blocks of columns. The argument `of`
+    is a `Merge` record, and `vocabulary` is the number of vocabulary columns of all ranks."""
     HALVES: tl.constexpr = 6
     # One loop iteration adds the partial sums of BLOCKS = 64 blocks of vocabulary columns.
     BLOCKS: tl.constexpr = 1 << HALVES
