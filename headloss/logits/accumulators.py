@@ -160,7 +160,7 @@ class BlockAccumulator:
 
 
 class SlabAccumulator(BlockAccumulator):
-    """Sums of gradients that arrive by slabs (blocks of vocabulary rows), each over all tokens. For
+    """Sums of gradients over all tokens, of one slab (block of vocabulary rows) after another. For
     each slab (block of vocabulary rows), call `open`, then `add` for some tokens at a time, then
     `close`.
 

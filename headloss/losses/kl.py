@@ -102,8 +102,8 @@ def kl(
             the estimator k1 alone has an expected gradient of 0, unless bias_corrected or
             straight_through is set.
         bias_corrected: multiply the estimate of the KL divergence by the unclipped ratio of new to
-            old policy. With old_logps=CURRENT the policy ratio is 1, and the gradient of the policy
-            ratio is the score-function (REINFORCE) gradient.
+            old policy. With old_logps=CURRENT the ratio of new to old policy is 1, and the ratio's
+            gradient is the score-function (REINFORCE) gradient.
         importance_sampling_level: level of the policy ratio ("token", "sequence", "sequence_token"
             or "sequence_product", see `importance`) that multiplies the estimate of the KL
             divergence if bias_corrected is set.

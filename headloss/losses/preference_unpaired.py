@@ -151,8 +151,8 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
         lengths = batch.segments.sum(batch.live.to(upper.dtype))
     of_chosen, of_rejected = split(lengths, batch)
     there = of_chosen + of_rejected > 0
-    # A pair of answers without a scored token must not count: give it the largest float as its
-    # score in `upper` and in `lower`, so that it sorts last in both tensors.
+    # A pair of answers without a scored token must not count: set the pair's scores in `upper` and
+    # in `lower` to the largest float, so that the pair sorts last in both tensors.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
     # a NaN score stays in the mean, so that the loss becomes NaN

@@ -90,8 +90,8 @@ def agree(
             again; an error of one rank is then raised on that rank alone.
 
     Raises:
-        Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
-            the error is a ValueError or a TypeError).
+        Exception: if one rank has an error, every rank raises it; ranks without the error raise a
+            RuntimeError in place of any error but a ValueError or a TypeError.
         ValueError: a value that must be equal differs between ranks, or the group does not contain
             this rank.
     """
