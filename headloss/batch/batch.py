@@ -44,9 +44,9 @@ Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
 def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kind:
-    """Return the dtype and the shape per token of a field whose first `rank` dimensions are
-    positions or segments; a floating-point field with one number per token gets the dtype
-    `wide`."""
+    """Return the dtype of the batch field `value`, and its shape without the first `rank`
+    dimensions, which index positions or segments. For floating-point numbers, one per position or
+    segment, the returned dtype is `wide`, unless `wide` is None."""
     if isinstance(value, Current):
         return None, ()
     more = tuple(value.shape[rank:])
@@ -64,9 +64,9 @@ class Batch:
             target -100 is not scored.
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
-        advantages: [..] per token or [S] per segment. If the shape fits both [..] and [S],
-            advantages are per token. If segments run across ranks, advantages are per token only if
-            their shape is [..] on all ranks.
+        advantages: [..] per token or [S] per segment. If S equals T in a [T] batch, [T] advantages
+            are per token. If segments run across ranks, advantages are per token only if their
+            shape is [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.

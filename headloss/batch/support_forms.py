@@ -72,8 +72,9 @@ def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
 
 
 def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return ([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C], from the lists of
-    vLLM or SGLang.
+    """Return `support_ids` for targets [B, C], from the lists of kept ids that vLLM or SGLang
+    return for each token. The result is a pair, int64 on the CPU: the ids of all tokens [P], and
+    the offsets [B C + 1] at which each token's ids begin.
 
     The returned ids have the order of the ids in the argument `lists`. Move ids and offsets to a
     device with `.to(device)`.
@@ -85,9 +86,9 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
         lists: `lists[b][c]` has the ids of token c of completion b: a list, a NumPy array or a
             tensor; None or an empty list for a token without ids. Use None in place of the list
             `lists[b]` if no token of completion b has ids.
-        columns: C, by default the length of the longest completion. A completion shorter than C
-            tokens is padded with tokens that have no ids; a completion longer than C tokens is cut
-            to C tokens.
+        columns: number C of tokens of each completion in the result, by default the length of the
+            longest completion. A completion shorter than C tokens is padded with tokens that have
+            no ids; a completion longer than C tokens is cut to C tokens.
 
     Raises:
         TypeError: ids that are not integers.

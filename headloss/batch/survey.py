@@ -31,9 +31,9 @@ class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
     On a GPU, the constructor of `Survey` starts an asynchronous copy of the results to the CPU, and
-    the first access to `Survey.numbers` waits for the end of the copy. The constructor does not
-    compare ids with a vocabulary; each call compares the extremes of the ids with the vocabulary
-    size of its head.
+    the first access to `Survey.numbers` waits for the end of the copy. The constructor of `Survey`
+    does not compare ids with a vocabulary size; each loss call compares the smallest and largest
+    ids with the vocabulary size of the call's head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
@@ -137,10 +137,10 @@ class Survey:
         numbers = self._copy.tolist()
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count
-        # Segment ids that ascend by construction never decrease and leave no position outside of
-        # all segments, so that the counts of decreases and of scored positions outside of segments
-        # are 0. The number of unscored positions is the number of all positions minus the number of
-        # scored positions.
+        # If `self.bins` is None, segment ids ascend by construction and every position is in a
+        # segment: the number of decreases of segment ids and the number of scored positions outside
+        # of segments are 0. The number of unscored positions is the number of all positions minus
+        # the number of scored positions.
         if self.bins is None:
             numbers.insert(0, 0)
             numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])

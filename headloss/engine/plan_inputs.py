@@ -21,8 +21,9 @@ CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and its gradient).
 # column.
 PAIR_BYTES = 48
 EXP_ROWS = 16384  # Number of tokens per matmul, in calls without a gradient.
-# Mean number of tokens of a chunk up to which, on a GPU and in 16 bits, summing the weight gradient
-# over chunks takes as much time as computing the logits again (benchmarks/studies/schedules.py).
+# Largest mean number of tokens per chunk at which the schedule `one_pass`, which sums the weight
+# gradient over chunks, is no faster than `recompute`, which computes the logits twice. The number
+# was measured on a GPU with 16-bit dtypes (benchmarks/studies/schedules.py).
 FEW_ROWS = 640
 
 

@@ -208,8 +208,8 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The first pair of the list is (hidden states, the head's weight). Each LoRA adapter adds a
-        pair (features, rows), in the adapter's dtype, and each element of `Head.beside` adds a pair
+        The first returned pair is (hidden states, the head's weight). Each LoRA adapter adds a pair
+        (features, rows), in the adapter's dtype, and each element of `Head.beside` adds a pair
         (features, rows). An adapter's features are made from LoRA's matrix A by autograd, so that A
         receives its gradient. The rows include padding.
         """

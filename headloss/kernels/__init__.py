@@ -93,9 +93,9 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def _failure() -> str | None:
-    """Return the reason why Triton's kernels cannot run on this machine, or None. The trial of
-    Triton runs once per process; if the trial fails on a machine with a GPU, the function also
-    issues a warning."""
+    """Return the reason why Triton's kernels cannot run on this machine, or None. Triton is tried
+    once per process; if Triton fails on a machine with a GPU, `_failure` also issues a
+    `RuntimeWarning`."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

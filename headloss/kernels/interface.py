@@ -308,9 +308,9 @@ class Kernels(Acts, Protocol):
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
-        """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
-        The second result, from which the gradient of the hidden states follows, is a `ShiftedSums`
-        if the argument `sums` is True, n > 0 and the dtype of x is not float16, else None."""
+        """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does,
+        and a `ShiftedSums`, from which `narrow_hidden` computes the gradient of the hidden states.
+        The `ShiftedSums` is None if `sums` is False, n is 0 or x is float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None

@@ -17,8 +17,8 @@ forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
     total_variation   sum |p - q| / 2                    s_j = sign(p_j - q_j) / 2
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
-For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
-student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the divergence's derivative with
+For each divergence of the table except forward_kl and log_acceptance, the gradient with respect to
+the student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the divergence's derivative with
 respect to the student's probability p_k. The mean slope of a token is the mean of the divergence's
 derivatives s_k, weighted by the student's probabilities p_k. Adding one constant to all derivatives
 s_k does not change the gradient of the logits (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko
@@ -115,5 +115,6 @@ class Chosen(NamedTuple):
     # lacks.
     columns: Tensor
     logps: Tensor
-    # Derivatives of the loss with respect to the log-probs `logps`; 0 at entries without a column.
+    # Derivatives of the loss with respect to the log-probs `logps`; 0 at unused entries of the
+    # batch's `candidate_ids`.
     slopes: Tensor

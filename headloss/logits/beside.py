@@ -155,9 +155,9 @@ class Candidates(NamedTuple):
     """Measurement of K + 1 log-probs per token: of the K vocabulary columns `ids`, and of all other
     columns together (the tail). The softmax is computed from tiles of logits."""
 
-    # Key under which `Statistics.extras` holds the log-probs [n, K + 1] (K candidates, then all
-    # other columns together), and under which a dict holds the derivatives of the loss with respect
-    # to these log-probs.
+    # Key of the log-probs [n, K + 1] (of K candidates, then of all other columns together) in the
+    # dict `Statistics.extras`. The same `key` in the dict `Coefficients.extras` belongs to the
+    # derivatives of the loss with respect to the log-probs [n, K + 1].
     key: object
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.

@@ -308,7 +308,7 @@ class ExpLogits(LinearLogits):
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
         """Return the candidates' columns, log-probs and derivatives, or None if the candidates have
-        no gradient. If candidates have a gradient, no other measurement is in `self.beside`."""
+        no gradient. If candidates have a gradient, `self.beside` holds only these candidates."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside

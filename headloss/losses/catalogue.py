@@ -182,8 +182,8 @@ def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, A
 
 
 def _modified(modifier: Callable[..., Modifier]) -> Term:
-    """Return a `z_loss` term with `modifier` applied: `z_loss` reads no batch field, so that every
-    field that the new term reads is a field of the modifier."""
+    """Return a `z_loss` term with `modifier` applied. `z_loss` itself reads no batch field, so that
+    the returned term reads exactly the batch fields that `modifier` reads."""
     required = {
         "corrected": {},
         "second_moment_masked": {},

@@ -53,25 +53,25 @@ def distillation(
         teacher_head: the teacher's head, for `teacher_hidden`.
         tail: treatment of the probability mass outside the K ids that a top-k teacher stores per
             token, 1 - sum of the K probabilities. The tail "bucket" counts the mass outside the
-            teacher's K stored ids as one more outcome. The tail "renormalized" divides the K
-            probabilities of the teacher, and the K probabilities of the student, by their sum. The
-            tail "truncated" sums over the teacher's K stored ids alone, which is not a divergence
-            and may be negative. The tail "clamped" is max(s, 0), where s is the divergence's sum
-            over the teacher's K stored ids; a token with s below 0 has no gradient, as in verl. The
-            tail "generalized" is a divergence of the student's probabilities p_k and the teacher's
-            probabilities q_k of the teacher's K stored ids, whose sums may be below 1: sum_k p_k
-            (log p_k - log q_k) - p_k + q_k for "reverse_kl", sum_k q_k (log q_k - log p_k) - q_k +
-            p_k for "forward_kl", and the sum over the K ids alone for "js". The generalized
-            divergence is never negative, and is 0 with gradient 0 where student and teacher give
-            equal probabilities to the teacher's K stored ids: Ma et al. 2026 (MOPD),
-            arXiv:2606.30406, equation 5. The tail "sampled" is for divergence="reverse_kl" alone:
-            the divergence's sum over the teacher's K stored ids, plus sg(1 + log p_y - log q_y) log
-            p_y at a token whose target y, sampled by the student, is not among the K ids (p_y and
-            q_y are the student's and the teacher's probability of y; sg stops the gradient). The
-            gradient of the summand sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of the
-            gradient of the part of the divergence outside the teacher's K stored ids. The value of
-            sg(1 + log p_y - log q_y) log p_y has no meaning; NeMo-RL's pull requests 3584 and 3608
-            define only its gradient.
+            teacher's K stored ids as one more outcome. The tail "renormalized" divides the
+            teacher's probabilities of the K stored ids by their sum, and the student's
+            probabilities of the K stored ids by their sum. The tail "truncated" sums over the
+            teacher's K stored ids alone, which is not a divergence and may be negative. The tail
+            "clamped" is max(s, 0), where s is the divergence's sum over the teacher's K stored ids;
+            a token with s below 0 has no gradient, as in verl. The tail "generalized" is a
+            divergence of the student's probabilities p_k and the teacher's probabilities q_k of the
+            teacher's K stored ids, whose sums may be below 1: sum_k p_k (log p_k - log q_k) - p_k +
+            q_k for "reverse_kl", sum_k q_k (log q_k - log p_k) - q_k + p_k for "forward_kl", and
+            the sum over the K ids alone for "js". The generalized divergence is never negative, and
+            is 0 with gradient 0 where student and teacher give equal probabilities to the teacher's
+            K stored ids: Ma et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail "sampled" is
+            for divergence="reverse_kl" alone: the divergence's sum over the teacher's K stored ids,
+            plus sg(1 + log p_y - log q_y) log p_y at a token whose target y, sampled by the
+            student, is not among the K ids (p_y and q_y are the student's and the teacher's
+            probability of y; sg stops the gradient). The gradient of the summand sg(1 + log p_y -
+            log q_y) log p_y is an unbiased estimate of the gradient of the part of the divergence
+            outside the teacher's K stored ids. The value of sg(1 + log p_y - log q_y) log p_y has
+            no meaning; NeMo-RL's pull requests 3584 and 3608 define only its gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -111,7 +111,8 @@ def distillation(
     )
 
 
-# Divergences that each option `tail` supports; a tail without an entry supports all divergences.
+# For each value of the argument `tail`, the divergences that the value supports; a value without an
+# entry supports all divergences.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "generalized": ("forward_kl", "reverse_kl", "js"),
     "sampled": ("reverse_kl",),

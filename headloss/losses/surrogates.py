@@ -212,8 +212,8 @@ def aspo(
 
         -sg(w) b / sg(b) A, w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip); b is the policy ratio r, clipped to at most 1 + epsilon_high where A > 0, else to at least 1 - epsilon_low
 
-    Wang et al. 2025, arXiv:2510.06062. A token whose ratio is beyond its clip bound has no
-    gradient; a token whose weight exceeds dual_clip keeps a gradient. The log of the policy ratio r
+    Wang et al. 2025, arXiv:2510.06062. A token whose policy ratio r is clipped has no gradient; a
+    token whose weight w is limited by dual_clip still has a gradient. The log of the policy ratio r
     is clamped to [-20, 20].
 
     Args:

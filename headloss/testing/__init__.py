@@ -1,3 +1,4 @@
-"""Test support: the plain float64 oracle, error measures against it, and the correctness gate."""
+"""Test support: a plain float64 implementation (the oracle), error measures against the oracle, and
+the tests of `headloss gate`, which compare losses and gradients with the oracle."""
 
 from .oracle import *  # noqa: F403

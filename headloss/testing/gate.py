@@ -83,7 +83,8 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Result of one test case of the correctness gate; `failure` is the text of a raised error."""
+    """Result of one test case of `headloss gate`, which compares losses and gradients with float64;
+    `failure` is the text of a raised error."""
 
     case: Case
     backend: str = ""
@@ -95,8 +96,9 @@ class Verdict(NamedTuple):
         return not self.failure and all(c.ok for c in self.comparisons)
 
 
-# Objectives whose losses and gradients are compared with a reference computed in float64. Together
-# the test cases cover every gradient coefficient, every scope and every schedule of `head_loss`.
+# Objectives whose losses and gradients are compared with a reference computed in float64. Together,
+# the `OBJECTIVES` use every gradient coefficient (`c_target`, `c_prob`, `c_entropy`, `c_uniform`),
+# and terms that need one token, one segment or the whole batch at once.
 OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
     "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),

@@ -247,8 +247,8 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
     shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
     top = (z == max_logit) & inside
-    # `sumexp_m1` leaves out the term exp(0) = 1 of one largest logit; each further column with an
-    # equal logit adds 1.
+    # `sumexp_m1` is the sum of exp(z - max_logit) over the block, minus 1. Of the columns whose
+    # logit equals max_logit, one adds 0 to `sumexp_m1`, and each further column adds 1.
     sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
     sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
     entropy_sum = 0.0

@@ -71,7 +71,7 @@ class GradientInputs(NamedTuple):
     order: Order | None = None
     tile: Matrix | None = None  # Raw logits or exp(z - shift), [n, v].
     shifts: Tensor | None = None  # Shift [n] of each row, if `tile` holds exp(z - shift).
-    # One factor per row, [n]: matmuls that later read the gradient stored in `to` multiply row i by
+    # Factors [n]: later matmuls multiply row i of the matrix that stores the logits' gradient by
     # multiples[i].
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
@@ -85,8 +85,8 @@ class GradientInputs(NamedTuple):
     x: Matrix | None = None  # Hidden states [n, H].
     # Output [n, H]: row i is row i of the hidden states times multiples[i].
     features: Tensor | None = None
-    # Size least[i] of the gradients that a later kernel writes at chosen columns of row i, [n]. The
-    # factor |multiples[i]| of row i is at least 2^-90 times the size least[i].
+    # Vector [n]: least[i] is the largest absolute derivative of the loss with respect to a log-prob
+    # of row i's chosen columns. |multiples[i]| is at least 2^-90 times least[i].
     least: Tensor | None = None
 
 

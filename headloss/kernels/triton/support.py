@@ -114,8 +114,8 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    # Start from zeros, because no program writes the elements from index offsets[n] on, which
-    # belong to no token.
+    # Start from zeros: elements of `raw` with an index of offsets[n] or more belong to no token, so
+    # that no GPU program writes their gradients.
     out = torch.zeros_like(raw)
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
@@ -194,10 +194,10 @@ def gathered(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the sum of values[i] * rows[column_i, depth] over the pairs i from `begin` to `end`,
-    where column_i is the column of pair i, and `depth` a range of columns of `rows`. Without
-    `WINDOW`, the kernel does not check whether a pair's column lies in the window [first, first +
-    size)."""
+    """Return the sum of values[i] * rows[column_i, depth] over the pairs i (of a token and a
+    vocabulary column, column_i) from `begin` to `end`, where `depth` is a range of columns of
+    `rows`. If `WINDOW` is True, a pair whose column lies outside of the vocabulary slice [first,
+    first + size) adds 0; if `WINDOW` is False, columns are not checked."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)

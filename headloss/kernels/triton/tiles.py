@@ -57,9 +57,10 @@ def biased(z, of, columns, v):
 
 @triton.jit
 def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """Multiply x [n, H] by w.T [H, v] tile by tile, and call `EPILOGUE` on each float32 tile. The
-    function `EPILOGUE` writes its results to `out` and reads its operands from `of`. `x`, `w` and
-    `out` are tensor descriptors, for the tensor memory accelerator; `out` may be None."""
+    """Multiply x [n, H] by w.T [H, v] tile by tile, and call `EPILOGUE` on each float32 tile.
+    `EPILOGUE` is a function that gets the tile and further inputs `of`, and writes its results to
+    `out`. `x`, `w` and `out` are tensor descriptors, for the tensor memory accelerator; `out` may
+    be None."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
