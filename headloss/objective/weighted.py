@@ -34,8 +34,8 @@ from ..statistics.softmax import (
 from .reads import Kinds
 
 K = TypeVar("K")
-# Type of a function from the teacher of a loss term, whose temperature divides the term's logits z,
-# to dz/draw, the derivative of z with respect to the raw logits.
+# Type of a function from a loss term's teacher (None without a teacher) to dz/draw, the derivative
+# of the term's logits z with respect to the raw logits.
 PerRaw = Callable[..., Number]
 # Large batch fields that no term reads: `without_poison`, which replaces NaN at excluded tokens by
 # 0, skips these fields.
