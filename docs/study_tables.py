@@ -80,13 +80,14 @@ def replay() -> str:
         rows.append((str(mean), *(_cell(of[name]) for name in names)))
     said = [
         f"under {row['filter']} (a mean of {row['kept']:.0f} ids) {row['on_ms_a_token']:.1f} ms "
-        f"with the recorder and {row['off_ms_a_token']:.1f} ms without the recorder"
+        f"with and {row['off_ms_a_token']:.1f} ms without `record_support`"
         for row in found["generation"]
     ]
     count, crossing = found["generation"][0]["rows"], found["crossing"]
     return (
         f"{_markdown(rows)}\n\n"
-        f"Generation of {count} rows needs these times per token: {'; '.join(said)}. Without "
+        f"Generation of {count} rows was timed with and without `record_support`, which records "
+        f"the ids that the sampler kept. Generation took, per token, {'; '.join(said)}. Without "
         f"the model, the loss needs {crossing['whole_ms']:.1f} ms over the whole vocabulary and "
         f"{crossing['points'][0]['ms']:.1f} ms over 8 kept ids per token. A loss "
         f"over {crossing['level_at']:.0f} kept ids per token needs as much time as a loss over the "
