@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of the command line, and a dict of each command's empty parser by name."""
+    """Return the command line's parser, and a dict that maps each command's name to the command's
+    own parser, which has no arguments yet."""
     parser = Parser(
         prog="headloss",
         description="Any loss at the head of a language model, fused, in a memory budget.",

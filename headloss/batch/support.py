@@ -84,7 +84,9 @@ class SupportIds:
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: float) -> None:
-        """ValueError if the numbers returned by `survey` show invalid `support_ids`."""
+        """Raise a ValueError if `facts`, the six numbers that the method `survey` counted in
+        `support_ids`, show an id outside of the vocabulary, a repeated id, a missing target or bad
+        offsets."""
         most, least, bad, twice, missing, _ = facts
         if bad:
             raise ValueError(

@@ -149,8 +149,8 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: ids or counts that are not integers.
-        ValueError: counts that are negative or larger than K, or whose sum is not the number of
-            flat ids; ids of another shape.
+        ValueError: a count is negative or larger than K; the sum of `counts` is not the number of
+            flat ids; or `ids` has neither the shape [P] nor the shape [.., K].
     """
     ids = _integers("ids", ids)
     counts = _integers("counts", counts)

@@ -64,9 +64,9 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
         self.scored = scored = self.targets != IGNORE  # Shape [N], bool.
-        # The segment [N] of each scored position; the number S of segments for a bad segment id; S
-        # + 1 for an unscored position. None if segment ids ascend and every position has a segment
-        # id.
+        # Number [N] of the segment of each position, from 0 to S - 1; instead, S if the position's
+        # segment id is invalid, and S + 1 if the position is unscored. None if segment ids ascend
+        # and every position has a segment id.
         self.bins: Tensor | None = None
         count = segments.count
         descents = list[Tensor]()
@@ -112,8 +112,9 @@ class Survey:
         probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
         # Each row of `terms` contains the probabilities of one token; each repeated id adds three
         # elements of value 1. A row of `terms` with a sum above `most` (1 and a margin for
-        # rounding) means a repeated id, or probabilities that sum to more than 1. Absolute values
-        # are summed, because log-probs passed by mistake for probabilities are negative.
+        # rounding) means a repeated id, or probabilities that sum to more than 1. Sum absolute
+        # values, so that the check also finds log-probs (negative numbers) passed by mistake as
+        # probabilities.
         terms = torch.cat([repeated] * 3 + [probs.masked_fill(ids < 0, 0)], 1)
         return torch.linalg.vector_norm(terms, 1, 1) > most
 

@@ -46,7 +46,8 @@ class HeadLoss(torch.autograd.Function):
         shares = result.shares
         weighted = result.weighted
         assert weighted is not None and shares is not None
-        # Copy into new memory, since autograd attaches a graph to the loss.
+        # Copy the loss into new memory, because autograd attaches a graph to the tensor that
+        # `forward` returns.
         loss = weighted.total(shares.unbind(), stats).to(call.requirements.wide, copy=True)
         return loss, (stats, shares, weighted)
 

@@ -193,7 +193,8 @@ class Call:
 
 
 def floor_of(sizes: Tensor) -> Tensor:
-    """Return the largest power of two that is at most each size."""
+    """Return, for each element of `sizes`, the largest power of two that does not exceed the
+    element."""
     return sizes.log2().floor().exp2()
 
 

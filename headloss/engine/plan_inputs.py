@@ -41,8 +41,9 @@ class PlanInputs:
     tokens: int = 0  # Scored tokens, T.
     width: int = 0  # Hidden width, H.
     vocabulary: int = 0  # Vocabulary, V.
-    # Scope of the loss terms (such as "segment"); "external" for a loss function outside of the
-    # call, which needs the statistics of all tokens before any gradient.
+    # Scope of the loss terms (such as "segment"); "external" if the caller computes the loss from
+    # statistics that headloss returns, so that headloss computes no gradient before the statistics
+    # of all tokens.
     scope: str = "token"
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1

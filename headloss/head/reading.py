@@ -213,9 +213,9 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """Return the fields of a `Head` for a causal language model's output embeddings. The fields
-    include the soft cap and the logit scale of the model, unless `told` is True, which means that
-    the caller has passed soft cap and logit scale."""
+    """Return the fields of a `Head` for a causal language model's output embeddings. If `told` is
+    True, the caller has passed a soft cap and a logit scale, and the returned fields leave out the
+    model's soft cap and logit scale."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

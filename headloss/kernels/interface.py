@@ -41,8 +41,8 @@ class Backward(NamedTuple):
     """Inputs of the kernels for the gradient of the logits, in addition to the logits.
 
     The backward pass may round recomputed logits differently from the forward pass. At a target of
-    probability p near 1, the gradient needs an exact 1 - p, computed from `logps`. A recomputed
-    logit whose probability p is near 1 counts as the largest logit in `normalizer`.
+    probability p near 1, the gradient needs an exact 1 - p, computed from `logps`. A kernel may
+    replace a recomputed logit of probability near 1 by the forward pass's largest logit.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -111,7 +111,7 @@ class ShiftedSums(NamedTuple):
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
-    column: Tensor  # Column of the vocabulary slice that is not in a token's sum, [n] int64.
+    column: Tensor  # Int64 [n]: the sum rows[t] leaves out column[t], a column of the slice.
     far: Tensor  # Bool [n]: True if rows[t] is invalid, as a logit of token t far exceeds shift[t].
 
 
@@ -134,7 +134,7 @@ class Walk(NamedTuple):
     transform: Transform
     needs: frozenset[str] | None  # Statistics to compute; None if `normalizer` is given.
     coefficients: SoftmaxCoefficients | None = None  # Gradient coefficients, [n] each.
-    slopes: Tensor | None = None  # P closed-form derivatives (`Slope`: 5 numbers each), [P, 5, n].
+    slopes: Tensor | None = None  # The 5 numbers that define each of P derivatives, [P, 5, n].
     normalizer: Normalizer | None = None  # Shape [n].
 
 
@@ -245,9 +245,9 @@ class Acts(Protocol):
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """Return a tile's contributions [n, K, 2] to K divergences and their mean slopes, the sum
-        over columns k of the student's p_k times the divergence's derivative in p_k.
-        `divergence.merge_shares` merges several tiles' contributions to the log-acceptance."""
+        """Return a tile's contributions [n, K, 2] to K divergences and to the sums, over columns j,
+        of the student's p_j times the divergence's derivative in p_j. `divergence.merge_shares`
+        merges several tiles' contributions to log sum_j min(p_j, q_j), for the teacher's q."""
 
     def part_gradient_(
         self,

@@ -74,7 +74,7 @@ class RowContext(NamedTuple):
         """Return the inputs, except the logits, of the kernel that computes a tile's gradient."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # The kernel that reads `extras` (such as candidates' log-probs) ignores `all_columns`.
+        # With `extras` (such as candidates' log-probs) no kernel reads `Backward.all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -159,9 +159,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of the tile's logits, for the rows that have a gradient. The kernel
-        for all rows is launched before the CPU waits for the fraction of rows with a gradient. If
-        most rows of the previous tile had a gradient, the CPU does not wait for the GPU."""
+        """Return the gradient of the tile's logits, for rows with a gradient. The kernel for all
+        rows is launched before the CPU reads how many rows have a gradient. If most rows of the
+        previous tile had a gradient, the CPU does not read this tile's number of such rows."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         share = None if live is None else HostCopy(live.mean(0, True, dtype=torch.float32))
@@ -370,8 +370,8 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # A `SlabAccumulator`.
         inputs: BackwardInputs,  # Inputs of all tokens.
-        # One sum of weight rows per block, made in the forward pass, from which the hidden gradient
-        # is computed; if `tiles` is empty, `add_to` loops over the vocabulary again.
+        # Sum of weight rows for each block of tokens, which gives the hidden gradient. If `tiles`
+        # is empty, the hidden gradient needs another pass over the vocabulary.
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,

@@ -80,9 +80,10 @@ def distillation(
     in `teacher_topk_ids` may be the student's top k (from hl.head_topk) instead of the teacher's. A
     token that the teacher rules out (logit -inf) counts as a token of log-prob -10000. Where the
     teacher's vocabulary is larger than the student's, `teacher_lse` [..], at the term's
-    temperature, replaces the log-sum-exp of the teacher's logits. With `teacher_lse`, q has a mass
-    m below 1, and the total variation grows by (1 - m) / 2. With tail="sampled" the term also reads
-    teacher_logps [..], the teacher's log-prob log q_y of the target y at the term's temperature.
+    temperature, replaces the log-sum-exp of the teacher's logits. If `teacher_lse` is passed, the
+    teacher's probabilities of the student's vocabulary sum to m < 1, and the total variation grows
+    by (1 - m) / 2. With tail="sampled" the term also reads teacher_logps [..], the teacher's
+    log-prob log q_y of the target y at the term's temperature.
 
     Default reduction: token_mean. Metrics: the divergence, under its name in the option divergence
     (such as forward_kl). With tail="sampled" and a top-k teacher that stores K ids per token there

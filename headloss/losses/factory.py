@@ -32,8 +32,9 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
             check_names(signature.parameters.values(), args, kwargs)
             made = function(*args, **kwargs)
         options = ((option, kwargs.get(option, default)) for option, default in defaults.items())
-        # Ranks compare the options of their terms. Leave out the option `teacher_head`, because
-        # ranks with shards of the teacher's head have different tensors.
+        # Ranks compare the options of their terms. Leave the option `teacher_head` out of the
+        # options that ranks compare: if the teacher's head is sharded, each rank's `teacher_head`
+        # holds different weight rows.
         plain = tuple(option for option in options if option[0] != "teacher_head")
         return replace(made, name=name, options=plain)
 

@@ -76,8 +76,8 @@ class Pairwise:
 
     @property
     def share(self) -> float:
-        """Return the factor of loss(r, c) in the smoothed loss; loss(c, r) has 1 minus that factor
-        (c and r are the rewards of the chosen and the rejected answer)."""
+        """Return the number s in the smoothed loss (1 - s) loss(c, r) + s loss(r, c), where c is
+        the reward of the chosen answer and r the reward of the rejected answer."""
         e = self.label_smoothing
         return {"robust": -e / (1 - 2 * e) if e < 0.5 else 0, "exo_pair": 0}.get(self.loss_type, e)
 

@@ -151,8 +151,9 @@ def _gamma(
     rate: tuple[float, float],
 ) -> Tensor:
     """Return VESPO's factor w^k exp(lambda (1 - w)) of each token, [T], for the weight w of the
-    token's sequence. The tuple `k` holds two exponents of w, and the tuple `rate` two values of
-    lambda: the first for tokens with advantage >= 0, the second for tokens with advantage < 0.
+    token's sequence. In the factor w^k exp(lambda (1 - w)), tokens with advantage >= 0 have the
+    exponent `k[0]` and lambda = `rate[0]`, and tokens with advantage < 0 have the exponent `k[1]`
+    and lambda = `rate[1]`.
     """
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()

@@ -247,8 +247,9 @@ def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> d
 
 
 class SampleExtras(dict[object, Tensor]):
-    """Extra statistics for the trial run of a term on a sample; a teacher's divergence is created
-    when first read.
+    """Made-up statistics for running a term on a few sample tokens, to find out which statistics
+    the term reads. Reading a teacher's divergence for the first time creates the divergence's
+    tensor.
 
     Args:
         leaf: function that returns a new tensor of extra statistics, filled with the given number.

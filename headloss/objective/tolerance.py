@@ -2,12 +2,12 @@
 without a gradient.
 
 n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum, over all
-vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. Skipping token t, with mass
-m_t and hidden state h_t, changes the hidden gradient by at most m_t max_j |W_j|, where W_j is row j
-of the head's weight, and changes the weight gradient by at most m_t |h_t|, in the Frobenius norm.
-If M is the sum of the masses (gradient bounds) of all skipped tokens, skipping changes the hidden
-gradient by at most M times the largest norm of a weight row, and the weight gradient by at most M
-times the largest norm of a hidden state.
+vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. For a token t, let m_t be
+its mass (the bound of its logits' gradient), h_t its hidden state and W_j row j of the head's
+weight: skipping token t changes the hidden gradient by at most m_t max_j |W_j|, and the weight
+gradient by at most m_t |h_t|, in the Frobenius norm. If M is the sum of the masses (gradient
+bounds) of all skipped tokens, skipping changes the hidden gradient by at most M times the largest
+norm of a weight row, and the weight gradient by at most M times the largest norm of a hidden state.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class VocabShard(WholeVocabulary):
         self.size = sizes[self.rank]
         self.weight_gradient = any(numbers["weight_gradient"])
         self.memory = min(numbers["memory"])
-        # Number of rows of hidden states that each rank passes in; -1 for every rank if each rank
-        # has the rows of all positions.
+        # One number per rank: the number of rows of hidden states that the rank passes in, or -1 if
+        # the rank passes in the hidden states of all positions.
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:

@@ -258,7 +258,7 @@ class Slope(NamedTuple):
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
-    sign: Tensor | float = 1.0  # If `sign` is 0, d term / d statistic does not depend on logp.
+    sign: Tensor | float = 1.0  # If `sign` is 0, the derivative is constant from `low` to `high`.
     of: str = "logp"
 
     @property

@@ -121,10 +121,10 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
     """Return the gradient dL/dz at the target or at chosen columns, computed from the log-probs of
-    these columns. For a column whose probability p is near 1, the formula uses 1 - p = -expm1(log
-    p), which keeps all digits where `slope` = dL/dlogp and the gradient coefficient c_prob cancel;
-    for all other columns, the formula uses p = exp(log p). Every element of `log_p` is at most 0;
-    the gradient coefficients in `c` have as many dimensions as `log_p`."""
+    these columns. At a column whose probability p is near 1, dL/dz is computed from 1 - p =
+    -expm1(log p), which keeps all digits where `slope` = dL/dlogp and the gradient coefficient
+    c_prob cancel; at all other columns, dL/dz is computed from p = exp(log p). Every element of
+    `log_p` is at most 0; the gradient coefficients in `c` have as many dimensions as `log_p`."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:

@@ -140,9 +140,10 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr):
 
 @triton.jit
 def log_softmax(raw, z, outer, max_logit, log_sum):
-    """Return log p of raw logits, clamped to at least FLOOR (-1e4). A log p above the constant SURE
-    = -0.5 can only belong to the row's largest logit; the function then returns -log_sum, as
-    computed in the forward pass, because the recomputed logit may be rounded differently."""
+    """Return log p of raw logits, clamped to at least FLOOR (-1e4). A logit with log p above SURE =
+    -0.5 is the largest logit of its row. For such a logit, return -log_sum, where log_sum = log
+    sum_j exp(z_j - max_logit) comes from the forward pass, because the backward pass may round the
+    recomputed logit differently."""
     log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 

@@ -77,9 +77,9 @@ class Part(NamedTuple):
     # Softmax of the student over all columns or, with stored top-k teacher log-probs, over all
     # columns that are not stored.
     student: Softmax
-    # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With stored top-k teacher log-probs,
-    # the derivative [n] of the loss with respect to the log-sum-exp over the columns that are not
-    # stored.
+    # For each of K divergences D, the sum over columns j of p_j dD/dp_j, [n, K], where p_j is the
+    # student's probability of column j. With stored top-k teacher log-probs, the derivative [n] of
+    # the loss with respect to the log-sum-exp over the columns that are not stored.
     mean_slope: Tensor
     weight: Tensor | None = None  # Weights [n, K] of K divergences.
     log_acceptance: Tensor | None = None  # Shape [n].

@@ -227,7 +227,9 @@ def sums_kernel(
     sums,
     h,
     n,
-    blocks,  # Number of column blocks per row; if `pieces` is None, each block has its own program.
+    # Number of blocks of columns into which an output row [h] is divided. With `pieces=None`, one
+    # GPU program computes one block of columns of one token's output row.
+    blocks,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
