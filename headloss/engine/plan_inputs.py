@@ -41,9 +41,9 @@ class PlanInputs:
     tokens: int = 0  # Scored tokens, T.
     width: int = 0  # Hidden width, H.
     vocabulary: int = 0  # Vocabulary, V.
-    # Scope of the loss terms (such as "segment"); "external" if the caller computes the loss from
-    # statistics that headloss returns, so that headloss computes no gradient before the statistics
-    # of all tokens.
+    # Scope of the loss terms (such as "segment"); "external" if the caller's own code computes the
+    # loss from the statistics, so that headloss needs the statistics of all tokens before any
+    # gradient.
     scope: str = "token"
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1

@@ -211,7 +211,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     teachers = objective.teachers
     dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
     tiles = 1 + dense + (len(teachers) + (CANDIDATES in required.gradients) > 1)
-    # Names of batch fields that list, for each token, the vocabulary ids with needed log-probs.
+    # Names of batch fields that list vocabulary ids whose log-probs a term reads.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     # Divergences, the sum of p squared, and the log-prob of all columns but the candidates need
