@@ -97,7 +97,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
-    # Read each divergence once, because `stats.extras` creates an entry on the first read.
+    # Reading a divergence creates its entry in `stats.extras`, so that `stats.map` below also
+    # changes the divergences.
     for measure in traced.measures:
         _ = stats.extras[term.teacher, measure]
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
@@ -168,9 +169,9 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """Return a dict from the name of a division to the sub-batches that the division makes of the
-    batch: cut at segment borders, or cut into single tokens (each only if the term's scope allows
-    the division), or the whole batch with permuted segments."""
+    """Return a dict of lists of sub-batches: "segment borders" (the batch cut between segments),
+    "single tokens" (the batch cut into tokens) and "permuted segments" (the whole batch with the
+    segments in reverse order). The dict leaves out a cut that the term's scope forbids."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:

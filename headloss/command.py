@@ -56,7 +56,8 @@ def until_nobody_reads() -> Iterator[None]:
     try:
         yield
     finally:
-        # A BrokenPipeError may also come from a socket of a training run: test stdout separately.
+        # A BrokenPipeError from inside the `with` block may come from a socket of a training run:
+        # flush stdout to learn whether stdout is closed.
         failed = isinstance(sys.exc_info()[1], BrokenPipeError)
         try:
             print(end="\n" if failed else "", flush=True)

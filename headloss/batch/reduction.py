@@ -26,11 +26,12 @@ class Totals:
     """Global denominators: numbers of scored tokens, segments and prompts over micro-batches and
     ranks.
 
-    Each total is a finite number >= 0, or a 0-dim tensor; the value of a tensor is not checked. The
-    total `prompts` is None if no batch has the field `prompts`. A prompt with segments in several
-    micro-batches or on several ranks is counted in each micro-batch and on each rank. The dict
-    `kept` holds (tokens, segments[, prompts]) for each boolean field of the batch, for terms
-    restricted with `.where(field)`; `kept` may also be given as the third positional argument.
+    The numbers `tokens`, `segments` and `prompts` are finite and >= 0, or are 0-dim tensors, whose
+    value is not checked. The total `prompts` is None if no batch has the field `prompts`. A prompt
+    with segments in several micro-batches or on several ranks is counted in each micro-batch and on
+    each rank. The dict `kept` holds (tokens, segments[, prompts]) for each boolean field of the
+    batch, for terms restricted with `.where(field)`; `kept` may also be given as the third
+    positional argument.
 
     >>> first, second = Totals(300, 4, 2), Totals(212, 4, 1)
     >>> first + second

@@ -291,7 +291,7 @@ def _in_slabs(
         for rows in steps(count, tile.rows):
             gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
             sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
-            del gradient  # Free this tile's gradient before the next tile's is computed.
+            del gradient  # Free memory for the gradient of the next block of columns.
         sums.close(columns, factor)
     gradients = sums.finish(factor)
     if index is not None and not dense:

@@ -257,8 +257,8 @@ def call_of(a: Arguments) -> Call:
         fields = per_segment(forms)
     packed = required.scored.view(required.batch, required.wide, fields)
     tolerance = None
-    # If the `Plan` skips no rows without a gradient, set the gradient tolerance to 0: dropping
-    # small gradients would save no matmul.
+    # If the backward matmuls compute all rows (`plan.skip_rows` is False), set the gradient
+    # tolerance to 0, because dropping small gradients would save no time.
     if share := required.options.gradient_tolerance:
         share = share if plan.skip_rows else 0.0
         zero = packed.targets.new_zeros((), dtype=torch.float64)

@@ -50,8 +50,8 @@ class PlanInputs:
     grouped: bool = False  # True if segments run across ranks.
     sharded: bool = False  # True if ranks shard the vocabulary.
     sparse: bool = True  # True if some tokens may have no gradient.
-    # True if a CPU leaves tokens without a gradient out of small matmuls too, because
-    # `gradient_tolerance` is set or hidden states may hold NaN.
+    # True if a CPU must leave tokens without a gradient out of all matmuls, even of small ones,
+    # because `gradient_tolerance` is set or hidden states may hold NaN.
     thorough: bool = False
     # True if the gradient depends only on the loss's derivatives with respect to log-probs of the
     # target or of K candidates.

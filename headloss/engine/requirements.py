@@ -107,8 +107,8 @@ def requirements_of(a: Arguments) -> Requirements:
     vocabulary = a.tensor.shape[-1] if head is None else head.vocabulary
     highest = vocabulary if a.group is None else torch.inf
     scored = packing_of(batch, highest, objective.segments_per_unit if options.static else None)
-    # With a loss function of the user, which may read any field, do not look for masks in the batch
-    # that no term reads.
+    # Raise an error for a mask in the batch that no term reads, unless the loss is a function of
+    # the user, which may read any field.
     if not (options.static or a.loss_fn or objective.scope == "external"):
         checks.check_masks(batch, fields, scored, wide)
     return Requirements(

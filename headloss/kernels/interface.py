@@ -76,8 +76,8 @@ class ExpTile(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Return uninitialized memory for a tile of logits of the hidden states `like`. Each row of
-        the tile is padded to a multiple of 16 bytes."""
+        """Return an uninitialized tile [n, v], with the dtypes for hidden states like `like`. Each
+        row of the tile is padded to a multiple of 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -203,8 +203,8 @@ class Acts(Protocol):
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each gradient sum times the scalar `factor` and the sum's row factors, in float32
-        or wider, rounded to the gradient's dtype. All sums with row factors (`Sum.rows`) have
-        equally many rows. A gradient sum in the gradient's dtype is changed in place."""
+        or wider, rounded to the gradient's dtype. Gradient sums with row factors (`Sum.rows`) have
+        the same number of rows. A gradient sum in the gradient's dtype is changed in place."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -264,7 +264,7 @@ class Acts(Protocol):
 
 
 class Kernels(Acts, Protocol):
-    """Functions of the triton backend; the reference backend has only the functions of `Acts`."""
+    """Functions of the triton backend; the reference backend has only the base class `Acts`."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None

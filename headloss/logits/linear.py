@@ -96,7 +96,7 @@ class RowContext(NamedTuple):
 
 def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
-    so few rows have no gradient that leaving them out would not be faster. `shares` are the
+    nearly all rows have a gradient, so that skipping rows would not save time. `shares` are the
     fractions K / n of rows with a gradient in this and the previous tile, copied to the CPU."""
     if live is None:
         return None

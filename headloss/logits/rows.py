@@ -29,7 +29,7 @@ ALL = slice(None)
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs, other than the logits, of the gradient computation for some tokens' logits."""
+    """Inputs from which the gradient with respect to the raw logits of some tokens is computed."""
 
     measured: Measured
     coefficients: Coefficients

@@ -127,9 +127,9 @@ class DenseTeacher:
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
         """Return the value [n] of each divergence, and a tensor [n, 4 + K] from which the gradient
         is computed: maximum and log-sum of the student's softmax, maximum and log-sum of the
-        teacher's, and for each of K divergences the sum over the vocabulary of p times the
-        derivative in p. `normalizer` belongs to the student's softmax at the temperature of the
-        head."""
+        teacher's, and for each of K divergences the sum over the vocabulary of the student's
+        probability p times the divergence's derivative with respect to p. `normalizer` belongs to
+        the student's softmax at the temperature of the head."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)

@@ -109,9 +109,10 @@ def clip_cov(
     Training on tokens whose advantage and log-prob have a high covariance lowers the entropy of the
     policy. A token can be dropped (its loss set to 0) if the clip does not remove the token's
     gradient and the token's covariance c = (A - mean A) (logp - mean logp) of advantage A and
-    log-prob is between the options low and high. Of all T tokens at most max(1, share * T) are
-    dropped: those that can be dropped and have the smallest values of the field `draws`. Cui et al.
-    2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
+    log-prob is between the options low and high. Of all T tokens, at most max(1, share * T) tokens
+    are dropped: the tokens with the smallest values of the field `draws` among all tokens that can
+    be dropped. Cui et al. 2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20,
+    20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

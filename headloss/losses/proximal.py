@@ -180,9 +180,10 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
     the policy ratio r is clamped to [-20, 20].
 
     Args:
-        delta: largest mean_t |r - 1| of a sequence, twice its total variation, >= 0.
-        surrogate: the form of the loss of a token with ratio r: "ratio" is -r A, "log_prob" is
-            -sg(r) A log p; the gradients are equal.
+        delta: bound, >= 0, on the mean of |r - 1| over the tokens of a sequence. The mean estimates
+            twice the total variation distance of the new policy from the old policy.
+        surrogate: "ratio" for the loss -r A of a token with policy ratio r and advantage A, or
+            "log_prob" for the loss -sg(r) A log p with the same gradient.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """  # noqa: E501 (an equation is one line)

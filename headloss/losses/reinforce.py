@@ -185,8 +185,8 @@ def vespo(
     because the ratio of old policy to sampler would be applied twice. If the batch has the field
     importance_sampling_ratio (ratio of old policy to sampler per token, truncated or masked by the
     caller), the sum over the sequence of log importance_sampling_ratio replaces the sum of
-    old_logps - sampling_logps in the log of the sequence's weight. A ratio below 1e-8, such as a
-    masked 0, counts as 1e-8.
+    old_logps - sampling_logps in the log of the sequence's weight. An element of
+    importance_sampling_ratio below 1e-8, such as the 0 of a masked token, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: k and lambda in phi(w) = w^k exp(lambda (1 - w)) where A >= 0, each > 0.

@@ -386,7 +386,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
                 teacher=teacher,
             )
 
-        # Give the factory a signature with only the term's options, without `stats` and `batch`.
+        # `inspect.signature` of the decorated f shows only options, without `stats` and `batch`.
         factory.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[
                 p.replace(kind=inspect.Parameter.KEYWORD_ONLY)

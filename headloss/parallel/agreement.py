@@ -207,7 +207,7 @@ NARROW = {1: torch.uint8, 2: torch.int16}
 
 def checksum(tensors: Sequence[Tensor]) -> int:
     """Return a checksum of the bits of all elements of `tensors`, which depends on the elements'
-    order. The CPU waits for the result from the GPU."""
+    order. The CPU waits until the GPU has computed the checksum."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]

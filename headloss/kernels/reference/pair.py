@@ -63,8 +63,8 @@ def part_gradient_(
 
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """Return, for some rows, the raw logits, the logits' transform, and the gradient of the
-    divergences with respect to the transformed logits z."""
+    """Return three values for the tokens `rows`: the raw logits, the transform from raw logits to
+    logits z, and the gradient of the weighted sum of divergences with respect to z."""
     student = part.pair.student
     weight = part.weight[rows]
     log_p = _log_p(student, raw, rows)
@@ -81,8 +81,8 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """Return, for some rows, the raw logits, the logits' transform, and the gradient of the stored
-    top-k teacher's loss with respect to the transformed logits z."""
+    """Return three values for the tokens `rows`: the raw logits, the transform from raw logits to
+    logits z, and the gradient with respect to z of the loss against a stored top-k teacher."""
     columns = part.columns[rows]
     side = part.tail.rows(rows)
     tile = raw[rows]

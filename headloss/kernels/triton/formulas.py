@@ -43,7 +43,8 @@ def tanh_and_slope(x):
 @triton.jit
 def log2(x):
     """Return log2(x) to 22 bits, by NVIDIA's `lg2.approx` instruction. The logarithm of CUDA's
-    library would take ten times as long, longer than the loads of logits from memory."""
+    library would take ten times as long as `lg2.approx`, and longer than loading the logits from
+    memory."""
     if not PTX:
         return tl.log2(x)
     return tl.inline_asm_elementwise(

@@ -175,7 +175,9 @@ def divergence_kernel(
     teacher,  # A `Teacher`.
     student,  # A `Softmax`.
     kinds,  # K compile-time descriptions (`Kind`), one per divergence.
-    to,  # Output: the value and the mean slope (sum of p_k s_k) of each divergence, [n, K, 2].
+    # Output [n, K, 2]: the value of each divergence, and the sum over columns k of the student's
+    # probability p_k times the divergence's derivative with respect to p_k.
+    to,
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,

@@ -245,8 +245,8 @@ def sums_kernel(
         store_row(out, token, depth, h, value, ADD)
     else:
         # One GPU program sums all h columns of a piece (a run of pairs of one token). If several
-        # programs shared the columns, each program would spend more time on finding the piece's
-        # pairs than on its part of the sum.
+        # programs shared the h columns of a piece, each program would spend more time on finding
+        # the pairs of the piece than on its part of the sum.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)

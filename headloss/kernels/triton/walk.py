@@ -65,10 +65,10 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # Each lane's `sumexp_m1` leaves out the exponential of the lane's largest logit, which is
-    # `scale` relative to the row's largest logit. The row's `sumexp_m1` leaves out only the
-    # exponential of the row's largest logit. So add the exponential `scale` of each lane's largest
-    # logit, except for one lane that holds the row's largest logit.
+    # Each lane's `sumexp_m1` leaves out the exponential of the lane's largest logit. The row's
+    # `sumexp_m1` leaves out only the exponential of the row's largest logit. So add `scale`, which
+    # is exp(largest logit of the lane - largest logit of the row), for every lane except one that
+    # holds the row's largest logit.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
