@@ -249,13 +249,13 @@ def _few_steps(bench: Any, found: dict) -> str:
     named = [row for row in found["rows"] if row["contestant"] in DEFAULTS and "ms" in row]
     most = max(row["tokens"] for row in named)
     rows = [(f"a step of {most} tokens", *DEFAULTS), ("---", *("---:",) * len(DEFAULTS))]
-    change: dict[int, list[float]] = {}  # of the step's time, in percent of Transformers'
+    times: dict[int, list[float]] = {}  # of headloss's step, in percent of Transformers' step
     less = []  # GiB of memory saved, at the largest batch
     for (model, work, tokens), group in _grouped(named, "model", "work", "tokens"):
         of = {row["contestant"]: row for row in group}
         if {"Transformers", "headloss"} <= of.keys():
             stock, ours = of["Transformers"], of["headloss"]
-            change.setdefault(tokens, []).append(100 * (ours["ms"] / stock["ms"] - 1))
+            times.setdefault(tokens, []).append(100 * ours["ms"] / stock["ms"])
             if tokens == most:
                 less.append((stock["peak_bytes"] - ours["peak_bytes"]) / GIB)
         if tokens == most and work in FEW_WORKS:
@@ -263,23 +263,15 @@ def _few_steps(bench: Any, found: dict) -> str:
             cells = (bench._cell(of.get(name), best) for name in DEFAULTS)
             rows.append((f"{model}, {work}", *cells))
     rows += [study_tables.replay_row(DEFAULTS), study_tables.draft_row(DEFAULTS)]
-    falling = sorted(change.items(), reverse=True)
-    said = [f"{_range(min(of), max(of))} at {n} tokens" for n, of in falling]
+    falling = sorted(times.items(), reverse=True)
+    said = [f"{min(of):.0f} to {max(of):.0f} % at {n} tokens" for n, of in falling]
     return (
         f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
-        f"{max(less):.0f} GiB less memory at {most} tokens. Compared "
-        "with the time of a *Transformers* step, the time of a headloss step is "
+        f"{max(less):.0f} GiB less memory at {most} tokens. The time "
+        "of a headloss step, in percent of the time of a *Transformers* step, is "
         f"{', '.join(said)}.\n"
         f"{study_tables.draft_note()} {bench.report.machine(found)}"
     )
-
-
-def _range(low: float, high: float) -> str:
-    """Return a range of changes in percent in words, such as "10 % less to 13 % more"."""
-    if high <= 0:
-        return f"{-high:.0f} to {-low:.0f} % less"
-    start = f"{-low:.0f} % less to" if low < 0 else f"{low:.0f} to"
-    return f"{start} {high:.0f} % more"
 
 
 def _grouped(rows: list[dict], *names: str) -> Iterable[tuple[Any, list[dict]]]:
