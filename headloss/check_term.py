@@ -97,8 +97,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
-    # Reading a divergence creates its entry in `stats.extras`, so that `stats.map` below also
-    # changes the divergences.
+    # Reading a divergence from `stats.extras` creates an entry, which `stats.map` below needs to
+    # change the divergence.
     for measure in traced.measures:
         _ = stats.extras[term.teacher, measure]
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}

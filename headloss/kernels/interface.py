@@ -76,8 +76,8 @@ class ExpTile(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Return an uninitialized tile [n, v], with the dtypes for hidden states like `like`. Each
-        row of the tile is padded to a multiple of 16 bytes."""
+        """Return an uninitialized tile [n, v] whose dtypes suit the hidden states `like`. Each row
+        of the tile is padded to a multiple of 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -264,7 +264,7 @@ class Acts(Protocol):
 
 
 class Kernels(Acts, Protocol):
-    """Functions of the triton backend; the reference backend has only the base class `Acts`."""
+    """Functions of the triton backend; the reference backend implements only the class `Acts`."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
