@@ -244,8 +244,8 @@ def dspark(
     eal) read the batch field `slots`. Each block of drafted tokens is a segment. Default reduction:
     token_mean. Metrics: acceptance, top1; per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i
     the acceptance probability at place i) and eal (1 + the number of leading targets that are the
-    draft's likeliest token). The metrics accept_len and eal count no token after a block's first unscored
-    token, and are not reported for segments that run across ranks.
+    draft's likeliest token). The metrics accept_len and eal count no token after a block's first
+    unscored token, and are not reported for segments that run across ranks.
 
     Also called: speculators DSpark.
     """  # noqa: E501 (an equation is one line)
